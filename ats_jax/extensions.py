@@ -149,8 +149,9 @@ writers = Registry("metric writer", "log.writers", "ats_jax.metrics.builtin")
 schedules = Registry("schedule", "optimizer.schedule.name", "ats_jax.config.schema.schedule")
 optimizers = Registry("optimizer", "optimizer.name", "ats_jax.config.schema.optimizer")
 formats = Registry("data format", "the suffix of a file", "ats_jax.data.text.source")
+orders = Registry("order of rows", "data.order.name", "ats_jax.config.schema.row_order")
 
-ALL: tuple[Registry, ...] = (writers, schedules, optimizers, formats)
+ALL: tuple[Registry, ...] = (writers, schedules, optimizers, formats, orders)
 
 
 @contextlib.contextmanager

@@ -2,9 +2,10 @@ r"""How long a training waits for its data: raw Parquet, the same streamed, and 
 
 Copies text files of some folders into tables (Parquet, which needs the extra `formats`, or JSON
 lines), eight of them, and trains three times from an empty cache: on all tables as one text, on the
-same with data.streaming, and on the eight as sources with uneven weights and two phases. Prints the
-time waited for batches as a share of that in which steps were made, both from performance.json of
-the run; the seconds until the first step could begin, without compiling; and tokens a second.
+same with data.reading=streaming, and on the eight as sources with uneven weights and two phases.
+Prints the time waited for batches as a share of that in which steps were made, both from
+performance.json of the run; the seconds until the first step could begin, without compiling; and
+tokens a second.
 Command: python -m lab.data_wait --config=gpt_125m --config.num_steps=1000 \
   --text=/usr/lib/python3,.venv/lib [--megabytes=500] [--format=parquet]
 """
@@ -22,6 +23,7 @@ from ats_jax.checkpoint import workdir
 from ats_jax.cluster import runtime
 from ats_jax.config import from_config_dict
 from ats_jax.config.schema.mixture import Phase
+from ats_jax.config.schema.reading import Streaming
 from ats_jax.config.schema.setting import Table
 from ats_jax.config.tree import edited
 from ats_jax.train.loop import train
@@ -34,7 +36,7 @@ _CONFIG = cli.ConfigFlag()
 _ROOTS = flags.DEFINE_list("text", None, "Folders whose text is copied.", required=True)
 _SIZE = flags.DEFINE_integer("megabytes", 500, "Of text.", lower_bound=1)
 _FORMAT = flags.DEFINE_enum("format", "parquet", ["parquet", "jsonl"], "Of the tables.")
-_WINDOW = flags.DEFINE_float("window_mb", 64.0, "data.window_mb of what is streamed.")
+_WINDOW = flags.DEFINE_float("window_mb", 64.0, "data.reading.window_mb of what is streamed.")
 _WORKERS = flags.DEFINE_integer("loaders", 0, "data.num_workers.", lower_bound=0)
 
 
@@ -78,7 +80,7 @@ def cases(paths: dict[str, Path], steps: int) -> dict[str, Changes]:
   falling = Table({name: float(SOURCES - n) for n, name in enumerate(paths)})
   return {
     "raw": {"data.paths": one},
-    "streamed": {"data.paths": one, "data.streaming": True, "data.window_mb": _WINDOW.value},
+    "streamed": {"data.paths": one, "data.reading": Streaming(window_mb=_WINDOW.value)},
     f"mixture of {SOURCES}": {
       "data.sources": {name: (str(path),) for name, path in paths.items()},
       "data.phases": (Phase(rising, steps=steps // 2), Phase(falling)),

@@ -35,9 +35,9 @@ _SEEDS = flags.DEFINE_integer("seeds", 2, "Runs of each kind.")
 _MEGABYTES = flags.DEFINE_float("megabytes", 0.4, "Text to train on.")
 KINDS: dict[str, dict[str, Any]] = {
   "full rows": {},
-  "up to 3 lengths, mixed": {"data.length_buckets": 3},
-  "up to 3 lengths, short first": {"data.length_buckets": 3, "data.curriculum": "length"},
-  "full rows, easy first": {"data.curriculum": "difficulty"},
+  "up to 3 lengths, mixed": {"data.order": {"name": "buckets", "lengths": 3}},
+  "up to 3 lengths, short first": {"data.order": {"name": "length", "lengths": 3}},
+  "full rows, easy first": {"data.order": "difficulty"},
 }
 TIMED = "up to 3 lengths, short first"
 

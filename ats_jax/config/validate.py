@@ -7,13 +7,10 @@ from typing import Any
 
 from ats_jax import extensions
 from ats_jax.config.chat import OWN_TEMPLATE, ROLES, TEMPLATES
-from ats_jax.config.context import context
-from ats_jax.config.curriculum import curriculum
 from ats_jax.config.names import default_of, flatten, settings, unmet
 from ats_jax.config.schema import Config
 from ats_jax.config.schema.rules import format_bound
 from ats_jax.config.schema.setting import Checked, Kinds, LengthChecked, Table, elements
-from ats_jax.config.streaming import streaming
 from ats_jax.store import paths
 
 
@@ -31,7 +28,7 @@ def validate(cfg: Config) -> Config:
     # Where num_steps follows from the data, `count_epochs` checks these rules once it is known.
     if isinstance(section, LengthChecked) and not cfg.counts_epochs:
       section.check_length(cfg)
-  for rule in (_tokenizer, _chat, streaming, curriculum, context):
+  for rule in (_tokenizer, _chat):
     rule(cfg)
   return cfg
 

@@ -123,7 +123,7 @@ def open_data(cfg: DataConfig, seed: int) -> tuple[TrainRows, Rows]:
 
 def streams(cfg: DataConfig) -> bool:
   """Whether a text is tokenised as it is read. What is prepared is there already."""
-  return cfg.streaming and not cfg.chat_template and not prepared.folder_of(cfg.paths)
+  return cfg.reading.is_streamed and not cfg.chat_template and not prepared.folder_of(cfg.paths)
 
 
 def _open(

@@ -5,7 +5,7 @@ import io
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from absl import logging
@@ -15,7 +15,8 @@ from ats_jax.config.schema import DataConfig
 from ats_jax.data.corpus import cache, prepared
 from ats_jax.data.corpus.corpus import Corpus, nothing_left, open_corpus, train_texts
 from ats_jax.data.corpus.shards import DEFAULT_OPTIONS, TokeniseOptions
-from ats_jax.data.rows.contract import TrainRows
+from ats_jax.data.rows import row_order
+from ats_jax.data.rows.contract import TrainingDocuments, TrainRows
 from ats_jax.data.rows.dataset import Dataset
 from ats_jax.data.rows.packed import Packed
 from ats_jax.data.rows.packing import make_layout
@@ -23,11 +24,6 @@ from ats_jax.data.text.holdout import Split, plan_split
 from ats_jax.data.text.report import Report, in_words
 from ats_jax.data.text.source import SourceFile, content_fingerprint, find_files
 from ats_jax.data.tokens.tokenizer import Tokenizer, build_tokenizer
-
-if TYPE_CHECKING:  # imported by runs whose rows are parted
-  from ats_jax.data.rows.buckets import Bucket
-
-MUCH_PADDING = 0.1  # share of the places of training rows that is worth a warning
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,7 +245,7 @@ def open_datasets(
   opened = open_documents(cfg, fraction, tokenizer=tokenizer)
   split, corpus = opened.split, opened.corpus
   out = split.held_out(corpus.key, corpus.part)
-  train = _pack_train(cfg, seed, opened, np.flatnonzero(~out))
+  train = row_order(cfg).rows(cfg, training_documents(cfg, opened, np.flatnonzero(~out)), seed)
   num_tokens, num_documents = train.info.num_tokens, train.info.num_documents
   if not num_documents:
     raise ValueError(nothing_left(_counts(train.info.report)))
@@ -277,82 +273,16 @@ def open_datasets(
   return train, validation
 
 
-def _pack_train(cfg: DataConfig, seed: int, opened: Opened, documents: np.ndarray) -> TrainRows:
-  """The training rows of these documents, in the parts that `cfg` asks for."""
-  groups = training_parts(cfg, opened, documents)
-  if len(groups) < 2:
-    return pack(cfg, seed, opened, documents, "train")
-  packed = {
-    name: pack(
-      dataclasses.replace(cfg, seq_len=length), seed, opened, members, f"train, {name}"
-    )
-    for name, length, members in groups
-  }  # fmt: skip
-  parts = {name: part for name, part in packed.items() if part.info.num_rows}
-  if not parts:  # all documents were left out, and the caller says why
-    return pack(cfg, seed, opened, documents, "train")
-  from ats_jax.data.rows.buckets import Buckets
-
-  rows = Buckets(
-    parts,
-    batch_size=cfg.batch_size,
-    seq_len=cfg.seq_len,
-    seed=seed if cfg.curriculum == "none" else None,
+def training_documents(cfg: DataConfig, opened: Opened, indices: np.ndarray) -> TrainingDocuments:
+  """What an order makes rows of: the documents to train on, by their indices."""
+  return TrainingDocuments(
+    opened.corpus,
+    indices,
+    opened.tokenizer,
+    key=(opened.content, opened.split.fraction, opened.tokenizer.fingerprint, _kind(cfg)),
+    cuts=not cfg.chat_template,
+    pack=lambda cfg, seed, documents, part: pack(cfg, seed, opened, documents, part),
   )
-  if rows.padding > MUCH_PADDING:
-    logging.warning(
-      "%.0f%% of the places in training rows are padding: a row holds documents of its length "
-      "only, and packing=%s cuts none. Fewer data.length_buckets pack better, and so does "
-      "data.packing=concat, which has none.",
-      100 * rows.padding, packing_of(cfg.packing, cfg.chat_template),
-    )  # fmt: skip
-  return rows
-
-
-def training_parts(cfg: DataConfig, opened: Opened, documents: np.ndarray) -> "list[Bucket]":
-  """How `cfg` parts training documents: by length, by difficulty; [] = not.
-
-  Args:
-    cfg: `length_buckets`, `curriculum`, `seq_len` and `batch_size` are read.
-    opened: the documents.
-    documents: [documents] indices of those to divide into buckets.
-  """
-  if cfg.length_buckets < 2 and cfg.curriculum != "difficulty":
-    return []
-  from ats_jax.data.rows.buckets import by_length, by_level, row_lengths
-
-  sizes = opened.corpus.length[documents] + 1
-  shape = {"seq_len": cfg.seq_len, "batch_size": cfg.batch_size}
-  buckets = []
-  if cfg.length_buckets > 1 and len(documents):
-    room = sizes <= cfg.seq_len if cfg.chat_template else np.ones(len(sizes), bool)
-    fitting = sizes[room] if room.any() else sizes  # a longer conversation is left out
-    buckets = by_length(sizes, documents, row_lengths(fitting, count=cfg.length_buckets, **shape))
-  elif cfg.curriculum == "difficulty" and len(documents):
-    buckets = by_level(_rarity(cfg, opened, documents), sizes, documents, **shape)
-  if len(buckets) == 1:
-    logging.warning(
-      "data.%s has no effect: with %d rows of %d tokens a step, the text is too short or its "
-      "documents are too much alike to be parted.",
-      f"length_buckets={cfg.length_buckets}" if cfg.length_buckets > 1 else "curriculum=difficulty",
-      cfg.batch_size, cfg.seq_len,
-    )  # fmt: skip
-  return buckets
-
-
-def _rarity(cfg: DataConfig, opened: Opened, documents: np.ndarray) -> np.ndarray:
-  """The difficulty of each of `documents`, which is kept in the cache."""
-  corpus, tokenizer = opened.corpus, opened.tokenizer
-  key = cache.digest("rarity", opened.content, opened.split.fraction, tokenizer.fingerprint,
-                     _kind(cfg))  # fmt: skip
-
-  def build(folder: Path) -> dict[str, Any]:
-    from ats_jax.data.rows.difficulty import rarity
-
-    np.save(folder / "rarity.npy", rarity(corpus, documents, tokenizer.vocab_size))
-    return {}
-
-  return cache.cached(cache.cache_root(cfg.cache_dir), f"rarity-{key}", build).array("rarity")
 
 
 def open_split(cfg: DataConfig, seed: int, paths: Sequence[str], tokenizer: Tokenizer) -> Dataset:

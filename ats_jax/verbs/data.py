@@ -127,10 +127,10 @@ def _command(look: Callable[[TrainRows, Rows], bool], about: str) -> cli.Command
 
 
 def _open_whole(cfg: Config) -> tuple[TrainRows, Rows]:
-  if cfg.data.streaming:
+  if cfg.data.reading.is_streamed:
     raise ValueError(
-      "data.streaming=true reads a window of the text at a time, and this looks at all of it. Set "
-      "data.streaming=false."
+      f"data.reading={cfg.data.reading.name} reads a window of the text at a time, and this looks "
+      "at all of it. Set data.reading=whole."
     )
   return open_data(cfg.data, cfg.seed)
 

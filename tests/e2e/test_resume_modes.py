@@ -87,11 +87,11 @@ MODES = {
     "sequential",
   ),
   "lengths": Mode(
-    "{0}/lengths.jsonl", ("data.length_buckets=2", "data.packing=concat", "data.num_workers=1")
+    "{0}/lengths.jsonl", ("data.order=buckets", "data.packing=concat", "data.num_workers=1")
   ),
   "streaming": Mode(
     "{0}/base.jsonl",
-    ("data.streaming=True", "data.window_mb=0.002", "data.validation_fraction=0"),
+    ("data.reading=streaming", "data.reading.window_mb=0.002", "data.validation_fraction=0"),
   ),
   "hybrid_interleaved": Mode(
     "base={0}/base.jsonl,chat={0}/chat.jsonl",

@@ -117,7 +117,7 @@ def test_two_processes_share_the_windows_of_a_stream(sources, tmp_path):
   """They read what one process reads, and one goes on where they ended, without their windows."""
   settings = {k: v for k, v in SETTINGS.items() if k != "data.filters"}
   settings |= {
-    "data.sources": sources, "data.streaming": True, "data.window_mb": 0.001,
+    "data.sources": sources, "data.reading": {"name": "streaming", "window_mb": 0.001},
     "data.validation_fraction": 0.0,
     "data.phases": (
       {"weights": {"web": 3, "code": 1}, "steps": 3}, {"weights": {"web": 1, "talk": 2}},

@@ -14,6 +14,7 @@ from helpers import tiny_config
 from ats_jax import extensions
 from ats_jax.config.build import with_settings
 from ats_jax.config.extend import load_extensions
+from ats_jax.data.sources import open_data
 from ats_jax.data.splits import open_datasets
 from ats_jax.inference.load import load_run
 from ats_jax.metrics.rows import read_jsonl
@@ -51,8 +52,8 @@ def nothing_stays():
   """Each test begins without extensions and leaves none."""
   yield
   for registry in extensions.ALL:
-    for name in registry:
-      registry.forget(registry.owner(name) or "nobody")
+    for owner in {registry.owner(name) for name in registry} - {""}:
+      registry.forget(owner)
   extensions.loaded.clear()
 
 
@@ -203,10 +204,62 @@ def columns(path, text_field, report):
   assert sum(p.is_dir() for p in (tmp_path / "cache").glob("corpus-*")) == 2
 
 
+def test_an_order_of_rows(config, tmp_path):
+  source = """
+import dataclasses
+import numpy as np
+from ats_jax.config.schema.row_order import RowOrderConfig
+from ats_jax.config.schema.setting import setting
+from ats_jax.data.rows.buckets import PartedOrder
+from ats_jax.data.rows.contract import Part, RowOrder
+from ats_jax.extensions import orders
+
+@dataclasses.dataclass(frozen=True)
+class InFiles(RowOrderConfig):
+  parts: int = setting(3, "parts in the order of the files", low=2)
+
+@orders.register("in_files", settings=InFiles)
+class InFilesOrder(PartedOrder):
+  def divide(self, cfg, documents):
+    groups = np.array_split(documents.indices, cfg.order.parts)
+    return [Part(f"part {n}", cfg.seq_len, group) for n, group in enumerate(groups)]
+
+@orders.register("half")
+class Half(RowOrder):
+  def rows(self, cfg, documents, seed):
+    return documents.pack(cfg, seed, documents.indices[::2], "train")
+
+orders.register("no_order")(lambda: 3)
+"""
+  text = "".join(f"{json.dumps({'text': f'the cat number {i:03} sat'})}\n" for i in range(90))
+  (tmp_path / "cats.jsonl").write_text(text)
+  common = {"data.paths": (str(tmp_path / "cats.jsonl"),)}
+
+  def opened(name):
+    cfg = load_extensions(config(source, common | {"data.order": name}))
+    return open_data(cfg.data, cfg.seed)[0]
+
+  ordered = opened("in_files")
+  assert list(ordered.info.parts) == ["part 0", "part 1", "part 2"]
+  rows_of = [part.info.packed.documents for part in ordered.info.parts.values()]
+  np.testing.assert_array_equal(np.concatenate(rows_of), np.arange(90))
+  parts = [ordered.place(row)[0] for row in range(ordered.info.num_rows)]
+  assert parts == sorted(parts) and set(parts) == {0, 1, 2}
+  assert opened("half").info.num_documents == 45
+  with pytest.raises(ValueError, match=r"data.order.name='no_order' made 3: expected an ats_jax"):
+    opened("no_order")
+  cfg = config(source, common | {"data.order": "in_files"})
+  train(cfg, tmp_path / "run")
+  assert "part 2" in (tmp_path / "run" / "metadata.json").read_text()
+  message = r"data.order=in_files orders the documents of one text"
+  with pytest.raises(ValueError, match=message):
+    with_settings(load_extensions(cfg), {"data.paths": (), "data.sources": {"a": ("a.txt",)}})
+
+
 def test_the_examples_of_the_guide(tmp_path):
   guide = Path(__file__).parents[2] / "docs" / "guides" / "extensions.md"
   examples = re.findall(r"```python\n(.*?)```", guide.read_text(), re.DOTALL)
-  assert len(examples) == 4
+  assert len(examples) == 5
   (tmp_path / "parts.py").write_text("\n".join(examples))
   text = "".join(f"{i}\tthe cat number {i} sat on the mat\n" for i in range(40))
   (tmp_path / "cats.tsv").write_text(text)
@@ -218,6 +271,7 @@ def test_the_examples_of_the_guide(tmp_path):
       "optimizer.name": "lion",
       "optimizer.schedule": "halved",
       "data.paths": (f"{tmp_path}/cats.tsv",),
+      "data.order": "long_first",
       "data.validation_fraction": 0.0,
       "data.cache_dir": f"{tmp_path}/cache",
       "log.writers": ("losses",),
@@ -331,14 +385,20 @@ def test_what_is_built_in_belongs_to_no_file_that_is_loaded_first(tmp_path):
   command = [sys.executable, "-c", FIRST, str(tmp_path / "mine.py")]
   result = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
   owners = [set(line.split()) for line in result.stdout.splitlines()]
-  assert owners == [{str(tmp_path / "mine.py")}, set(), set(), set()], result.stderr
+  assert owners == [{str(tmp_path / "mine.py")}, *[set()] * 4], result.stderr
 
 
 def test_what_is_built_in_is_registered_alike():
   assert {"console", "jsonl", "csv", "tensorboard", "clu"} <= set(extensions.writers)
   assert {"cosine", "linear", "wsd", "constant", "rex", "one_cycle"} == set(extensions.schedules)
   assert list(extensions.optimizers) == ["adamw"] and ".jsonl" in extensions.formats
-  for registry in (extensions.writers, extensions.schedules, extensions.optimizers):
+  assert list(extensions.orders) == ["shuffled", "buckets", "length", "difficulty"]
+  for registry in (
+    extensions.writers,
+    extensions.schedules,
+    extensions.optimizers,
+    extensions.orders,
+  ):
     assert all(callable(registry.find(name)) for name in registry)
 
 

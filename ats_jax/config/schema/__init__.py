@@ -117,8 +117,8 @@ class Config:
   )
   extensions: tuple[str, ...] = setting(
     (),
-    "files or modules of yours that add metric writers, schedules, optimizers and data formats "
-    "(docs/guides/extensions.md); a workdir keeps them as name#hash",
+    "files or modules of yours that add metric writers, schedules, optimizers, data formats and "
+    "orders of rows (docs/guides/extensions.md); a workdir keeps them as name#hash",
     resume="free",
   )
   model: ModelConfig = dataclasses.field(default_factory=ModelConfig)

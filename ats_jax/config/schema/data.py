@@ -5,7 +5,9 @@ from typing import Any
 
 from ats_jax.config.schema.filters import FILTERS, Filter
 from ats_jax.config.schema.mixture import Phase, check_mixture, check_rates, check_sources
-from ats_jax.config.schema.setting import Table, setting, when
+from ats_jax.config.schema.reading import READINGS, Reading
+from ats_jax.config.schema.row_order import ROW_ORDERS, RowOrderConfig
+from ats_jax.config.schema.setting import Table, section, setting, when
 
 _CHAT = when("data.chat_template")
 _MIXED = when("data.sources")
@@ -75,18 +77,7 @@ class DataConfig:
     "(Exact(), Near(threshold=0.7)); empty = all",
     elements=FILTERS,
   )
-  streaming: bool = setting(
-    False,
-    "tokenise text while it is read, a window at a time, so that a training on much of it starts "
-    "at once and needs little disk; without filters, and nothing is held out",
-  )
-  window_mb: float = setting(
-    64.0,
-    "text of a window, whose rows are shuffled together; four of them are on disk",
-    unit="millions of characters",
-    low=0.001,
-    needs=when("data.streaming"),
-  )
+  reading: Reading = section(READINGS, "whole")
   strict: bool = setting(
     False, "stop at the first malformed line or file instead of counting it", resume="free"
   )
@@ -109,20 +100,7 @@ class DataConfig:
     choices=("auto", "concat", "first_fit", "best_fit"),
   )
   max_segments: int = setting(64, "documents in one row at most; the rest is padding", low=1)
-  length_buckets: int = setting(
-    1,
-    "lengths of training rows, at most: a step has rows of one of them and as many tokens as any; "
-    "they are data.seq_len and halves of halves of it, by how long the documents are; 1 = "
-    "data.seq_len only",
-    low=1,
-    high=4,
-  )
-  curriculum: str = setting(
-    "none",
-    "what comes first in each epoch: short documents ('length', with data.length_buckets), or "
-    "those of frequent tokens ('difficulty', in up to eight parts); none = in random order",
-    choices=("none", "length", "difficulty"),
-  )
+  order: RowOrderConfig = section(ROW_ORDERS, "shuffled")
   chat_template: str = setting(
     "",
     "how conversations are written, for files of these: 'chatml', 'llama3', 'qwen', 'mistral', "

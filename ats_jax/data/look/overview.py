@@ -8,7 +8,8 @@ import numpy as np
 
 from ats_jax.config.schema import DataConfig
 from ats_jax.data.chat.segments import COUNTS, role_of
-from ats_jax.data.splits import Opened, training_parts
+from ats_jax.data.rows import row_order
+from ats_jax.data.splits import Opened, training_documents
 
 _SOURCES = 15  # named; the rest is one line
 _CHUNK = 2**22  # tokens looked at a time
@@ -66,7 +67,7 @@ class Overview(NamedTuple):
     roles: role -> (tokens, those of them that are said and not heading), of conversations.
     samples: see `filters.samples`.
     first: the first few malformed records, in words.
-    packed: how `data.length_buckets` or `data.curriculum` part the documents; [] = they do not.
+    packed: how `data.order` parts the documents; [] = it does not.
   """
 
   paths: str
@@ -91,7 +92,7 @@ def overview(cfg: DataConfig, opened: Opened) -> Overview:
   """Look at the documents of a run, or of a prepared folder.
 
   Args:
-    cfg: `paths`, `tokenizer`, `chat_template` and what `training_parts` reads.
+    cfg: `paths`, `tokenizer`, `chat_template` and what `data.order` reads.
     opened: the documents of the run or the folder.
   """
   corpus, sifted = opened.corpus, opened.sifted
@@ -116,11 +117,12 @@ def overview(cfg: DataConfig, opened: Opened) -> Overview:
 
 
 def _packed(cfg: DataConfig, opened: Opened) -> list[PackedCounts]:
-  corpus = opened.corpus
+  corpus, length = opened.corpus, opened.corpus.length
   training = np.flatnonzero(~opened.split.held_out(corpus.key, corpus.part))
+  documents = training_documents(cfg, opened, training)
   return [
-    PackedCounts(name, seq_len, len(group), int(corpus.length[group].sum()) + len(group))
-    for name, seq_len, group in training_parts(cfg, opened, training)
+    PackedCounts(name, seq_len, len(group), int(length[group].sum()) + len(group))
+    for name, seq_len, group in row_order(cfg).parts(cfg, documents)
   ]
 
 

@@ -10,17 +10,25 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple, Protocol
 
 import numpy as np
+from absl import logging
 
-from ats_jax.config.curriculum import LEAST_LENGTH
+from ats_jax.config.schema import DataConfig
 from ats_jax.data.corpus import cache
-from ats_jax.data.rows.contract import Progress, TrainRows, info_of
+from ats_jax.data.rows.contract import (
+  Part,
+  Progress,
+  RowOrder,
+  TrainingDocuments,
+  TrainRows,
+  info_of,
+)
 from ats_jax.data.rows.schedule import rank_in_source, shuffled
 
 LEAST_STEPS = 4  # of an epoch, in a part: one with fewer is joined to its neighbour
-LEVELS = 8  # of difficulty, at most
+MUCH_PADDING = 0.1  # share of the places of training rows that is worth a warning
 
 
 class Step(NamedTuple):
@@ -107,20 +115,6 @@ class StepOrder:
     if self.seed is not None:
       order = shuffled(order, f"steps {self.seed} {epoch}")
     return order, rank_in_source(order)
-
-
-class Bucket(NamedTuple):
-  """Training documents that are packed together, into rows of one length.
-
-  Attributes:
-    name: what the documents have in common, in words, for logs and metrics.
-    seq_len: positions in a row.
-    documents: [documents] int64, indices into the corpus.
-  """
-
-  name: str
-  seq_len: int
-  documents: np.ndarray
 
 
 class Buckets(TrainRows):
@@ -242,77 +236,53 @@ class Buckets(TrainRows):
     return {name: values.reshape(-1) for name, values in batch.items()}
 
 
-def row_lengths(sizes: np.ndarray, *, seq_len: int, count: int, batch_size: int) -> tuple[int, ...]:
-  """At most `count` lengths of rows, `seq_len` the last: quantiles of tokens, rounded up.
+class PartedOrder(RowOrder, Protocol):
+  """An order in which each step reads one part of the documents. A subclass has `divide`.
 
-  Each is `seq_len` halved some times, and a multiple of LEAST_LENGTH. A length whose documents do
-  not fill LEAST_STEPS steps is left out, and the next longer one has them.
-
-  Args:
-    sizes: [documents] positions of each (text tokens + 1).
-    seq_len: positions of the longest rows.
-    count: lengths at most.
-    batch_size: rows of `seq_len` of a step.
+  Attributes:
+    in_turn: whether the parts follow each other in each epoch; else their steps come at random.
   """
-  lengths = [seq_len]
-  while lengths[0] % (2 * LEAST_LENGTH) == 0:
-    lengths.insert(0, lengths[0] // 2)
-  ordered = np.sort(sizes)
-  tokens = np.cumsum(ordered)
-  marks = np.searchsorted(tokens, tokens[-1] * np.arange(1, count) / count)
-  fits = np.searchsorted(lengths, np.minimum(ordered[marks], seq_len))
-  chosen = sorted({*(lengths[i] for i in fits), seq_len})
-  least = LEAST_STEPS * batch_size * seq_len
-  while len(chosen) > 1:
-    ends = np.searchsorted(ordered, chosen[:-1], "right")
-    filled = [int(part.sum()) for part in np.split(ordered, ends)]
-    few = int(np.argmin(filled))
-    if filled[few] >= least:
-      break
-    del chosen[min(few, len(chosen) - 2)]  # the longest stays: it takes in the one below it
-  return tuple(chosen)
 
+  in_turn: ClassVar[bool] = True
 
-def by_length(sizes: np.ndarray, documents: np.ndarray, lengths: Sequence[int]) -> list[Bucket]:
-  """Documents by the shortest row that holds them whole; the last part has all that are longer.
+  def divide(self, cfg: DataConfig, documents: TrainingDocuments) -> Sequence[Part]:
+    """Return the parts of at least one document, in the order of training, none of them empty."""
+    ...
 
-  Args:
-    sizes: [documents] positions of each.
-    documents: indices of them into the corpus.
-    lengths: of rows, rising.
-  """
-  which = np.searchsorted(lengths[:-1], sizes)
-  parts, above = [], 0
-  for number, length in enumerate(lengths):
-    name = f"documents of {above + 1} to {length} tokens"
-    if number == len(lengths) - 1:
-      name = f"documents of {above + 1} tokens and more"
-    parts.append(Bucket(name, length, documents[which == number]))
-    above = length
-  return parts
+  def parts(self, cfg: DataConfig, documents: TrainingDocuments) -> Sequence[Part]:
+    """Return what `divide` does; a warning says if all documents are one part."""
+    parts = self.divide(cfg, documents) if len(documents.indices) else ()
+    if len(parts) == 1:
+      logging.warning(
+        "data.order=%s has no effect: with %d rows of %d tokens a step, the text is too short or "
+        "its documents are too much alike to be parted.",
+        cfg.order.name, cfg.batch_size, cfg.seq_len,
+      )  # fmt: skip
+    return parts
 
-
-def by_level(
-  difficulty: np.ndarray, sizes: np.ndarray, documents: np.ndarray, *, seq_len: int, batch_size: int
-) -> list[Bucket]:
-  """Documents by difficulty, in parts of about as many tokens, the easiest first.
-
-  There are LEVELS parts, or as many as have LEAST_STEPS steps each, but at least one.
-
-  Args:
-    difficulty: [documents] of each.
-    sizes: [documents] positions of each.
-    documents: indices of them into the corpus.
-    seq_len: positions of rows.
-    batch_size: rows of a step.
-  """
-  levels = int(np.clip(sizes.sum() // (LEAST_STEPS * batch_size * seq_len), 1, LEVELS))
-  order = np.argsort(difficulty, kind="stable")
-  before = np.cumsum(sizes[order]) - sizes[order]
-  level = np.empty(len(order), np.int64)
-  level[order] = before * levels // sizes.sum()
-  groups = [documents[level == number] for number in np.unique(level)]
-  return [
-    Bucket(f"difficulty {number} of {len(groups)}", seq_len, group)
-    for number, group in enumerate(groups, 1)
-  ]
+  def rows(self, cfg: DataConfig, documents: TrainingDocuments, seed: int) -> TrainRows:
+    """Pack each part, and read one in each step."""
+    packed = {}
+    parts = self.parts(cfg, documents)
+    if len(parts) > 1:
+      for name, seq_len, members in parts:
+        own = dataclasses.replace(cfg, seq_len=seq_len)
+        packed[name] = documents.pack(own, seed, members, f"train, {name}")
+    packed = {name: part for name, part in packed.items() if part.info.num_rows}
+    if not packed:  # also if all documents were left out: then the rows say why
+      return documents.pack(cfg, seed, documents.indices, "train")
+    rows = Buckets(
+      packed,
+      batch_size=cfg.batch_size,
+      seq_len=cfg.seq_len,
+      seed=None if self.in_turn else seed,
+    )
+    if rows.padding > MUCH_PADDING:
+      logging.warning(
+        "%.0f%% of the places in training rows are padding: a row holds documents of its part "
+        "only, and none of them is cut. Fewer parts pack better%s, and so does "
+        "data.packing=concat, which has no padding.",
+        100 * rows.padding,
+        " (data.order.lengths)" if cfg.order.num_lengths > 1 else "",
+      )
+    return rows

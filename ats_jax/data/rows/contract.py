@@ -2,15 +2,19 @@
 
 A new kind of rows is one class that extends `TrainRows` and has `info`, `read_once`, `read` and
 `progress`. Whatever it reads is in its `info`: packed documents, or parts that are rows themselves.
+
+A new order of rows is one class that extends `RowOrder`: it makes rows of the documents of a text.
 """
 
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
+from ats_jax.config.schema import DataConfig
+from ats_jax.data.corpus.corpus import Corpus
 from ats_jax.data.rows.packed import Packed
 from ats_jax.data.tokens.tokenizer import Tokenizer
 
@@ -161,6 +165,64 @@ class TrainRows(Rows, Protocol):
       InterruptedError: if `going` said no.
     """
     del row, going
+    return ()
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingDocuments:
+  """The documents of which an order makes the training rows of a text.
+
+  Attributes:
+    corpus: the documents of the text, held-out ones too.
+    indices: [documents] int64, those in `corpus` to train on.
+    tokenizer: the tokenizer of the ids.
+    key: names the documents and their ids, for what an order keeps in the cache; JSON.
+    cuts: whether a document that is longer than a row is cut; else it is left out.
+    pack: makes rows of `data.seq_len`, shuffled in each epoch, given the settings, the seed, the
+      indices of documents and a name of them for the log and the fingerprint.
+  """
+
+  corpus: Corpus
+  indices: np.ndarray
+  tokenizer: Tokenizer
+  key: Sequence[Any]
+  cuts: bool
+  pack: Callable[[DataConfig, int, np.ndarray, str], TrainRows]
+
+  @property
+  def sizes(self) -> np.ndarray:
+    """[documents] positions of each: its tokens and one eos."""
+    return self.corpus.length[self.indices] + 1
+
+
+class Part(NamedTuple):
+  """Training documents that are packed together, into rows of one length.
+
+  Attributes:
+    name: what the documents have in common, in words, for logs and metrics.
+    seq_len: positions in a row; it divides `data.seq_len`.
+    documents: [documents] int64, indices into the corpus.
+  """
+
+  name: str
+  seq_len: int
+  documents: np.ndarray
+
+
+@runtime_checkable
+class RowOrder(Protocol):
+  """How the documents of a text become training rows: a kind of `data.order`.
+
+  One is registered by name in `ats_jax.extensions.orders`, as what makes it when it is called.
+  """
+
+  def rows(self, cfg: DataConfig, documents: TrainingDocuments, seed: int) -> TrainRows:
+    """The training rows, of an order by `seed`."""
+    ...
+
+  def parts(self, cfg: DataConfig, documents: TrainingDocuments) -> Sequence[Part]:
+    """The documents that are packed apart, in the order of training; () = they all go together."""
+    del cfg, documents
     return ()
 
 

@@ -1,12 +1,63 @@
-"""How difficult documents are, by their tokens alone."""
+"""The order `difficulty`: documents of frequent tokens first. It is judged by tokens alone."""
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from ats_jax.config.schema import DataConfig
+from ats_jax.data.corpus import cache
 from ats_jax.data.corpus.corpus import Corpus
+from ats_jax.data.rows.buckets import LEAST_STEPS, PartedOrder
+from ats_jax.data.rows.contract import Part, TrainingDocuments
 
+LEVELS = 8  # at most
 _CHUNK = 2**22  # tokens looked at a time
+
+
+class EasyFirst(PartedOrder):
+  """Documents in levels of about as many tokens, random inside, the easiest first."""
+
+  def divide(self, cfg: DataConfig, documents: TrainingDocuments) -> list[Part]:
+    """Return the levels; how difficult each document is stays in the cache."""
+
+    def build(folder: Path) -> dict[str, Any]:
+      bits = rarity(documents.corpus, documents.indices, documents.tokenizer.vocab_size)
+      np.save(folder / "rarity.npy", bits)
+      return {}
+
+    name = "rarity-" + cache.digest("rarity", *documents.key)
+    difficulty = cache.cached(cache.cache_root(cfg.cache_dir), name, build).array("rarity")
+    return by_level(
+      difficulty, documents.sizes, documents.indices, seq_len=cfg.seq_len, batch_size=cfg.batch_size
+    )
+
+
+def by_level(
+  difficulty: np.ndarray, sizes: np.ndarray, documents: np.ndarray, *, seq_len: int, batch_size: int
+) -> list[Part]:
+  """Documents by difficulty, in parts of about as many tokens, the easiest first.
+
+  There are LEVELS parts, or as many as have LEAST_STEPS steps each, but at least one.
+
+  Args:
+    difficulty: [documents] of each.
+    sizes: [documents] positions of each.
+    documents: indices of them into the corpus.
+    seq_len: positions of rows.
+    batch_size: rows of a step.
+  """
+  levels = int(np.clip(sizes.sum() // (LEAST_STEPS * batch_size * seq_len), 1, LEVELS))
+  order = np.argsort(difficulty, kind="stable")
+  before = np.cumsum(sizes[order]) - sizes[order]
+  level = np.empty(len(order), np.int64)
+  level[order] = before * levels // sizes.sum()
+  groups = [documents[level == number] for number in np.unique(level)]
+  return [
+    Part(f"difficulty {number} of {len(groups)}", seq_len, group)
+    for number, group in enumerate(groups, 1)
+  ]
 
 
 def rarity(corpus: Corpus, documents: np.ndarray, vocab_size: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Training rows of a text that is tokenised while it is read (`data.streaming`)."""
+"""Training rows of a text that is tokenised while it is read (`data.reading`)."""
 
 import bisect
 import dataclasses
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ats_jax.config.schema import DataConfig
+from ats_jax.config.schema.reading import Streaming
 from ats_jax.data.corpus import cache
 from ats_jax.data.corpus.corpus import nothing_left, train_texts
 from ats_jax.data.rows.contract import Info, Progress, TrainRows
@@ -196,12 +197,14 @@ def open_stream(cfg: DataConfig, seed: int, tokenizer: Tokenizer | None = None) 
   if tokenizer is None:
     if named := [file.path for file in text_files.files if is_remote(file.path)]:
       raise ValueError(
-        f"data.streaming=true: a BPE is trained on many files at once, and {named[0]} is on a "
+        f"data.reading=streaming: a BPE is trained on many files at once, and {named[0]} is on a "
         "store. Set data.tokenizer to a tokenizer.json, or to 'bytes'."
       )
     texts = lambda: train_texts(text_files.files, cfg, text_files.split)
     tokenizer = build_tokenizer(cfg, texts, corpus_fingerprint=bpe_key(cfg, text_files))
-  settings = [cfg.text_field, cfg.window_mb, cfg.seq_len, cfg.packing, cfg.max_segments]
+  reading = cfg.reading
+  assert isinstance(reading, Streaming)
+  settings = [cfg.text_field, reading.window_mb, cfg.seq_len, cfg.packing, cfg.max_segments]
   fingerprint = cache.digest("stream", text_files.content, tokenizer.fingerprint, settings)
   folder = cache.cache_root(cfg.cache_dir) / f"stream-{cache.digest(fingerprint, seed)}"
   windows = Windows(folder, cfg, text_files.files, tokenizer, seed)
@@ -238,8 +241,8 @@ def find_stream(cfg: DataConfig) -> tuple[TextFiles, int]:
     if file.kind == "tokens" or formats.owner(opening.suffix(file.name)):
       what = "holds ids" if file.kind == "tokens" else "is of a format of an extension"
       raise ValueError(
-        f"data.streaming=true: {file.path} {what}, which is not read in windows. Set "
-        "data.streaming=false, or leave the file out."
+        f"data.reading=streaming: {file.path} {what}, which is not read in windows. Set "
+        "data.reading=whole, or leave the file out."
       )
     if is_remote(file.path):
       length, version = remote.version(file.path)

@@ -24,6 +24,7 @@ import numpy as np
 from absl import logging
 
 from ats_jax.config.schema import DataConfig
+from ats_jax.config.schema.reading import Streaming
 from ats_jax.data.corpus import cache, prepared
 from ats_jax.data.corpus.corpus import Corpus, warn_of_malformed
 from ats_jax.data.corpus.shards import DEFAULT_OPTIONS, Shards
@@ -80,7 +81,7 @@ class ChangedError(ValueError):
 
   def __init__(self, number: int):
     super().__init__(
-      f"The input changed since the run began: window {number} of data.streaming is not the one "
+      f"The input changed since the run began: window {number} of the stream is not the one "
       "that was read. Restore the files, or use another --workdir and another data.cache_dir."
     )
 
@@ -97,7 +98,8 @@ class Windows:
                seed: int):  # fmt: skip
     self.folder, self.files = folder, files
     self._cfg, self._tokenizer, self._seed = cfg, tokenizer, seed
-    self._size = max(1, round(cfg.window_mb * 1e6))
+    assert isinstance(cfg.reading, Streaming)
+    self._size = max(1, round(cfg.reading.window_mb * 1e6))
     self._text = _WindowReader(files, cfg, folder)
     self._begins = {0: TextPosition()}
     self._known: dict[int, Window] = {}

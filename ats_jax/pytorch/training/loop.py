@@ -86,12 +86,16 @@ def check(cfg: Config) -> None:
     "optimizer.mu_dtype": "float32",
     "optimizer.nu_dtype": "float32",
     "precision.fp8": False,
-    "data.length_buckets": 1,
   }
   flat = flatten(cfg)
   for name, value in only.items():
     if flat[name] != value:
       raise ValueError(f"bridge train has only --config.{name}={value}, not {flat[name]}.")
+  if cfg.data.order.num_lengths > 1:
+    raise ValueError(
+      f"bridge train has rows of one length, and --config.data.order={cfg.data.order.name} makes "
+      "several. Use shuffled."
+    )
 
 
 @dataclasses.dataclass

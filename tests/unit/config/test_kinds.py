@@ -25,7 +25,11 @@ EVERY = [(path, kind) for path, kinds in KINDS.items() for kind in kinds]
 YARN = {"model.rope_scaling.factor": 4.0, "model.rope_scaling.original_len": 64}
 
 
-BESIDE = {"moe.exchange": {"moe.num_experts": 8}}  # without which the section has no effect
+# Without which the section has no effect, or a kind of it is refused.
+BESIDE = {
+  "moe.exchange": {"moe.num_experts": 8},
+  "data.reading": {"data.validation_fraction": 0.0, "eval.bigram_baseline": False},
+}
 
 
 def of_kind(path, kind):

@@ -1,4 +1,4 @@
-"""What needs the whole text is refused with `data.streaming`, with what to do."""
+"""What needs the whole text is refused with `data.reading=streaming`, with what to do."""
 
 import pytest
 from helpers import tiny_config
@@ -6,7 +6,7 @@ from helpers import tiny_config
 from ats_jax.config.schema.mixture import Phase
 from ats_jax.config.schema.setting import Table
 
-STREAMED = {"data.streaming": True, "data.validation_fraction": 0.0}
+STREAMED = {"data.reading": "streaming", "data.validation_fraction": 0.0}
 MIXED = {
   "data.sources": {"a": ("a.txt",), "b": ("b.txt",)},
   "data.mixture": {"a": 1.0, "b": 1.0},
@@ -18,8 +18,8 @@ PHASES = (Phase(Table(a=1), epochs=2), Phase(Table(b=1)))
   ("changes", "message"),
   [
     (
-      {"data.streaming": False, "data.window_mb": 3.0},
-      "window_mb=3.0 does nothing with data.streaming=False",
+      {"data.reading": "whole", "data.reading.window_mb": 3.0},
+      "window_mb is a setting of data.reading.name=streaming, and data.reading.name is whole",
     ),
     ({"data.filters": ("exact",)}, r"filters=exact .*ats-jax data prepare"),
     ({"data.validation_fraction": 0.1}, r"validation_fraction=0\.1 .* data\.validation_paths"),
@@ -45,4 +45,4 @@ def test_refused(changes, message):
   ],
 )
 def test_accepted(changes):
-  assert tiny_config(STREAMED | changes).data.streaming
+  assert tiny_config(STREAMED | changes).data.reading.is_streamed

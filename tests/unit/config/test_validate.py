@@ -39,7 +39,7 @@ BESIDE = {
   "phases": {"data.sources": {"a": ("a.txt",)}, "data.phases": (Phase(Table(a=1), steps=3),)},
   "keep": TWO_PHASES,
   "reset": TWO_PHASES,
-  "length": {"data.length_buckets": 2},
+  "streaming": {"data.validation_fraction": 0.0, "eval.bigram_baseline": False},
   "last": {"data.chat_template": "chatml", "data.packing": "best_fit"},
 }
 

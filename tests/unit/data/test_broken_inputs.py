@@ -10,6 +10,7 @@ import pytest
 
 from ats_jax.config.schema.filters import Exact
 from ats_jax.config.schema.mixture import Phase
+from ats_jax.config.schema.reading import Streaming
 from ats_jax.config.schema.setting import Table
 from ats_jax.data.look.checks import check_files
 from ats_jax.data.sources import open_data
@@ -107,7 +108,7 @@ def try_filtered_sources(tmp_path, config, expected):
     os.unlink(file.path)
   both = tuple(map(str, paths.values()))
   whole = open_split(config(seq_len=64), 0, both, ByteTokenizer())
-  stream, _ = open_data(config(paths=both, seq_len=64, streaming=True, window_mb=0.3), 0)
+  stream, _ = open_data(config(paths=both, seq_len=64, reading=Streaming(window_mb=0.3)), 0)
   targets, row = 0, 0
   while stream.visit(row).epoch == 0:
     targets += int(stream.read(np.array([row]))["loss_mask"].sum())

@@ -7,25 +7,20 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from ats_jax.config.schema.row_order import LengthBuckets, ShortFirst
 from ats_jax.data.look.audit import audit
 from ats_jax.data.look.overview import overview
 from ats_jax.data.look.page import html_page
-from ats_jax.data.rows.buckets import (
-  LEAST_STEPS,
-  LEVELS,
-  Buckets,
-  StepOrder,
-  by_length,
-  by_level,
-  row_lengths,
-)
+from ats_jax.data.rows.buckets import LEAST_STEPS, Buckets, StepOrder
 from ats_jax.data.rows.dataset import Dataset
-from ats_jax.data.rows.difficulty import rarity
+from ats_jax.data.rows.difficulty import LEVELS, by_level, rarity
+from ats_jax.data.rows.lengths import by_length, row_lengths
 from ats_jax.data.rows.loader import TrainBatches
 from ats_jax.data.sources import open_data
 from ats_jax.data.splits import open_documents
 
 BATCH = 6
+TWO, MIXED, RISING = LengthBuckets(lengths=2), LengthBuckets(lengths=3), ShortFirst(lengths=3)
 
 
 @pytest.fixture
@@ -38,7 +33,7 @@ def parted(write, config):
   path = write("a.jsonl", rows)
 
   def make(seed=0, **changes) -> Buckets:
-    settings = dict(paths=(str(path),), seq_len=128, batch_size=BATCH, length_buckets=3)
+    settings = dict(paths=(str(path),), seq_len=128, batch_size=BATCH, order=MIXED)
     ds, _ = open_data(config(**{**settings, **changes}), seed)
     assert isinstance(ds, Buckets)
     return ds
@@ -136,8 +131,8 @@ def test_a_random_order_is_another_in_each_epoch_and_of_each_seed():
   "how",
   [
     {"packing": "concat"},
-    {"packing": "best_fit", "curriculum": "length"},
-    {"length_buckets": 1, "curriculum": "difficulty"},
+    {"packing": "best_fit", "order": RISING},
+    {"order": "difficulty"},
   ],
 )
 def test_an_epoch_holds_each_token_once_on_any_hosts(parted, how):
@@ -159,7 +154,7 @@ def test_the_audit_sees_a_row_that_comes_twice(parted, monkeypatch):
 
 def test_epochs_follow_each_other_without_a_loss(parted):
   """Over three epochs each row of each part comes three times, or once more in a step that ends."""
-  ds = parted(curriculum="length")
+  ds = parted(order=RISING)
   steps = ds.order.start(3)
   seen = [np.zeros(part.info.num_rows, int) for part in ds.info.parts.values()]
   for row in range(steps * BATCH):
@@ -185,9 +180,9 @@ def test_rows_are_those_of_a_training_on_the_part_alone(parted):
   assert set(turns) == {part.info.seq_len for part in ds.info.parts.values()} and len(turns) == 3
 
 
-@pytest.mark.parametrize("curriculum", ["none", "length"])
-def test_it_goes_on_anywhere_on_another_number_of_hosts(parted, curriculum):
-  ds = parted(curriculum=curriculum)
+@pytest.mark.parametrize("order", [MIXED, RISING])
+def test_it_goes_on_anywhere_on_another_number_of_hosts(parted, order):
+  ds = parted(order=order)
   whole, end = read(ds, 30)
   _, position = read(ds, 11)
   hosts = [read(ds, 19, position=position, local=rows) for rows in (np.arange(4), np.arange(4, 6))]
@@ -209,7 +204,9 @@ def test_a_process_reads_the_same(parted):
 def test_a_position_is_one_in_the_same_steps(parted):
   position = parted().position(12)
   assert parted().row_of(position) == 12
-  changes = ({"batch_size": 5}, {"length_buckets": 2}, {"curriculum": "length"}, {"seq_len": 256})
+  changes = (
+    {"batch_size": 5}, {"order": TWO}, {"order": RISING}, {"seq_len": 256},
+  )  # fmt: skip
   for other in changes:
     with pytest.raises(ValueError, match="was trained on other data"):
       parted(**other).row_of(position)
@@ -234,7 +231,7 @@ def test_whole_rows_hold_short_ones_end_to_end(parted):
 
 
 def test_short_documents_first_and_the_log_says_so(parted):
-  ds = parted(curriculum="length")
+  ds = parted(order=RISING)
   lengths = [ds.length(step * BATCH) for step in range(ds.order.start(1))]
   assert lengths == sorted(lengths) and len(set(lengths)) == 3
   news = [
@@ -250,7 +247,7 @@ def test_short_documents_first_and_the_log_says_so(parted):
 
 
 def test_easy_documents_come_first(parted):
-  ds = parted(length_buckets=1, curriculum="difficulty")
+  ds = parted(order="difficulty")
   assert 1 < len(ds.info.parts) <= LEVELS
   part = next(iter(ds.info.parts.values()))
   everything = np.sort(np.concatenate([p.packed.documents for p in ds.info.parts.values()]))
@@ -290,11 +287,11 @@ def test_a_text_that_cannot_be_parted_is_read_as_usual_and_that_is_said(write, c
   path = write("a.jsonl", [{"text": "document " * 30}] * 9)
   settings = dict(paths=(str(path),), seq_len=128, batch_size=BATCH)
   plain, _ = open_data(config(**settings), 0)
-  for how in ({"length_buckets": 4}, {"curriculum": "difficulty"}):
+  for order in ("buckets", "length", "difficulty"):
     caplog.clear()
-    ds, _ = open_data(config(**settings, **how), 0)
+    ds, _ = open_data(config(**settings, order=order), 0)
     assert isinstance(ds, Dataset) and ds.info.fingerprint == plain.info.fingerprint
-    assert f"data.{'='.join(map(str, *how.items()))} has no effect" in caplog.text
+    assert f"data.order={order} has no effect" in caplog.text
 
 
 def test_conversations_keep_whole_and_padding_is_said(write, config, caplog):
@@ -305,8 +302,7 @@ def test_conversations_keep_whole_and_padding_is_said(write, config, caplog):
   chats = [{"messages": turns(i, 1 + 22 * (i % 16 == 0))} for i in range(200)]
   path = write("c.jsonl", [*chats, {"messages": turns(0, 500)}])
   ds, _ = open_data(
-    config(paths=(str(path),), chat_template="plain", seq_len=256, batch_size=2, length_buckets=2),
-    0,
+    config(paths=(str(path),), chat_template="plain", seq_len=256, batch_size=2, order=TWO), 0
   )
   assert isinstance(ds, Buckets) and len(ds.info.parts) == 2
   assert ds.info.num_documents == 200 and ds.info.report["skipped"]
@@ -320,7 +316,7 @@ def test_the_report_shows_the_lengths(parted, write, config):
   ds = parted()
   part = next(iter(ds.info.parts.values()))
   path = part.packed.corpus._files[0].path
-  cfg = config(paths=(str(path),), seq_len=128, batch_size=BATCH, length_buckets=3)
+  cfg = config(paths=(str(path),), seq_len=128, batch_size=BATCH, order=MIXED)
   found = overview(cfg, open_documents(cfg, 0.0))
   want = [
     (n, p.info.seq_len, p.info.num_documents, p.info.num_tokens) for n, p in ds.info.parts.items()
@@ -338,6 +334,6 @@ def test_parts_of_which_nothing_is_left_are_refused(write, config):
     {"role": "assistant", "content": "so", "weight": 0},
   ]
   path = write("c.jsonl", [{"messages": silent(1 + 40 * (i % 8 == 0))} for i in range(400)])
-  how = dict(paths=(str(path),), chat_template="plain", seq_len=256, batch_size=2, length_buckets=2)
+  how = dict(paths=(str(path),), chat_template="plain", seq_len=256, batch_size=2, order=TWO)
   with pytest.raises(ValueError, match=r"Nothing is left .* 400 without a token in the loss"):
     open_data(config(**how), 0)

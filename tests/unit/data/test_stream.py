@@ -1,4 +1,4 @@
-"""`data.streaming`: the same rows whatever happens, on a bounded piece of disk."""
+"""`data.reading=streaming`: the same rows whatever happens, on a bounded piece of disk."""
 
 import dataclasses
 import json
@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from ats_jax.config.schema.mixture import Phase
+from ats_jax.config.schema.reading import Streaming
 from ats_jax.config.schema.setting import Table
 from ats_jax.data.rows import stream, windows
 from ats_jax.data.rows.loader import TrainBatches
@@ -39,7 +40,7 @@ def streamed(folder, config):
 
   def make(**changes):
     settings = dict(
-      paths=(str(folder),), streaming=True, window_mb=0.001, seq_len=48, packing="best_fit"
+      paths=(str(folder),), reading=Streaming(window_mb=0.001), seq_len=48, packing="best_fit"
     )
     return config(**{**settings, **changes})
 
@@ -314,10 +315,11 @@ import resource, sys
 from pathlib import Path
 import numpy as np
 from ats_jax.config.schema import DataConfig
+from ats_jax.config.schema.reading import Streaming
 from ats_jax.data.sources import open_data
 
 cfg = DataConfig(
-  paths=(sys.argv[1],), cache_dir=sys.argv[2], streaming=True, window_mb=1.0, tokenizer="bytes",
+  paths=(sys.argv[1],), cache_dir=sys.argv[2], reading=Streaming(window_mb=1.0), tokenizer="bytes",
   validation_fraction=0.0, seq_len=1024,
 )
 train, _ = open_data(cfg, 0)

@@ -34,7 +34,7 @@ def make(tmp_path_factory):
       "data.paths": (f"{folder}/a.jsonl",),
       "data.cache_dir": f"{folder}/cache",
       "data.seq_len": 64,
-      "data.length_buckets": 2,
+      "data.order": {"name": "buckets", "lengths": 2},
       "data.batch_size": 16,
       "step.accum_steps": 2,
       "optimizer.schedule": "constant",  # of no other length
@@ -98,9 +98,9 @@ def test_two_lengths_are_two_programs_and_a_resumed_run_is_bit_equal(make, tmp_p
 
 
 def test_the_meter_knows_what_each_length_costs(make, tmp_path):
-  cfg = make(data__curriculum="length", log__every_steps=2)
+  cfg = make(data__order={"name": "length", "lengths": 2}, log__every_steps=2)
   first = lengths(dataclasses.replace(cfg, num_steps=200)).index(64)
-  cfg = make(data__curriculum="length", log__every_steps=2, num_steps=first + 3)
+  cfg = make(data__order={"name": "length", "lengths": 2}, log__every_steps=2, num_steps=first + 3)
   with open_run(cfg, tmp_path, Snapshots.of(cfg.orchestrator)) as run:
     program = run.program
     for step in range(1, cfg.num_steps + 1):
