@@ -31,7 +31,7 @@ DECISIONS = "decisions.jsonl"  # ledger of the orchestrator
 PERFORMANCE = "performance.json"
 LOCK = ".lock"  # of the process that has claimed the workdir
 RUN_ID_BYTES = 8
-FORMAT = 2  # of config.json, where it says "format"; raised when settings get other names
+FORMAT = 3  # of config.json, where it says "format"; raised when settings get other names
 
 
 @contextlib.contextmanager

@@ -15,8 +15,8 @@ def streaming(cfg: Config) -> None:
   if not data.streaming:
     return
   whole = "data.streaming=true, but {} needs the whole text before the first step. {}"
-  if data.chat_template and not data.chat_sources:
-    what = f"data.chat_template={data.chat_template!r}"
+  if not data.format.of_source("").STREAMED:
+    what = f"data.format={data.format.name}"
     raise ValueError(
       whole.format(what, "Conversations are not streamed: set data.streaming=false.")
     )

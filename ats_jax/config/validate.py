@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ats_jax import extensions
-from ats_jax.config.chat import OWN_TEMPLATE, ROLES, TEMPLATES
 from ats_jax.config.context import context
 from ats_jax.config.curriculum import curriculum
 from ats_jax.config.names import default_of, flatten, settings, unmet
@@ -28,7 +27,7 @@ def validate(cfg: Config) -> Config:
   """
   _ranges(cfg, "", extensible=_has_unloaded(cfg))
   of_model = (_heads, context, replicas, _gathered, _latents, _windows)
-  of_data = (_batch, _tokenizer, _chat, streaming)
+  of_data = (_batch, _tokenizer, streaming)
   rules = (*of_model, *of_data, curriculum, _local_folders, _length, _writers, _eight_bits)
   # Where num_steps follows from the data, `count_epochs` checks these rules once that is known.
   of_num_steps = () if cfg.counts_epochs else (_warmup, _orchestrator)
@@ -240,44 +239,6 @@ def _tokenizer(cfg: Config) -> None:
     raise ValueError(
       f"data.tokenizer={name!r} is neither 'bytes', 'bpe' nor an existing file: a "
       "tokenizer.json, a .model of SentencePiece or a .tiktoken file."
-    )
-
-
-def _chat(cfg: Config) -> None:
-  data = cfg.data
-  name = data.chat_template
-  if not name:
-    return
-  if name not in (*TEMPLATES, OWN_TEMPLATE) and not name.endswith(".jinja"):
-    raise ValueError(
-      f"data.chat_template={name!r} is unknown. Choose one of: {', '.join(TEMPLATES)}; "
-      f"{OWN_TEMPLATE} for the one beside data.tokenizer; or the path of a .jinja file."
-    )
-  chats, named = data.chat_sources, data.sources
-  for source in chats:
-    if source not in {*named, *data.validation_sets}:
-      raise ValueError(
-        f"data.chat_sources: {source!r} is no name of data.sources or data.validation_sets."
-      )
-  if chats and not {*chats} & {*named}:
-    raise ValueError(
-      f"data.chat_sources={list(chats)} names no source of data.sources, so that no conversation "
-      "would be trained on. Name one, or leave data.chat_template out."
-    )
-  for role in data.chat_weights:
-    if role not in ROLES:
-      raise ValueError(
-        f"data.chat_weights: there is no role {role!r}. The roles are {', '.join(ROLES)}."
-      )
-  if not data.chat_weights.get("assistant"):
-    raise ValueError(
-      "data.chat_weights leaves the end of an answer out of the loss, so a model would never learn "
-      "to stop. Give the assistant a weight, e.g. assistant=1."
-    )
-  if data.packing == "concat":
-    raise ValueError(
-      "data.packing=concat cuts conversations at the ends of rows, so that answers lose their "
-      "questions. Leave data.packing at auto, or set data.packing=best_fit."
     )
 
 

@@ -5,9 +5,9 @@ from typing import Any
 
 from ats_jax.config.schema.filters import FILTERS, Filter
 from ats_jax.config.schema.mixture import Phase, check_mixture, check_rates, check_sources
-from ats_jax.config.schema.setting import Table, setting, when
+from ats_jax.config.schema.setting import Table, section, setting, when
+from ats_jax.config.schema.text_format import FORMATS, Format
 
-_CHAT = when("data.chat_template")
 _MIXED = when("data.sources")
 
 
@@ -66,9 +66,7 @@ class DataConfig:
     low=0.0,
     high=0.5,
   )
-  text_field: str = setting(
-    "text", "the field of a JSON object or a table's row that holds the document"
-  )
+  format: Format = section(FORMATS, "text")
   filters: tuple[Filter, ...] = setting(
     (),
     "which documents to keep: filters in order; options are given in a config file, as in "
@@ -123,36 +121,6 @@ class DataConfig:
     "those of frequent tokens ('difficulty', in up to eight parts); none = in random order",
     choices=("none", "length", "difficulty"),
   )
-  chat_template: str = setting(
-    "",
-    "how conversations are written, for files of these: 'chatml', 'llama3', 'qwen', 'mistral', "
-    "'gemma', 'plain', 'tokenizer' (the one beside data.tokenizer) or a .jinja file; empty = files "
-    "are of text",
-  )
-  chat_sources: tuple[str, ...] = setting(
-    (),
-    "names of data.sources and data.validation_sets whose files are of conversations, where others "
-    "are of text; empty = all are",
-    needs=_CHAT,
-  )
-  chat_weights: Table[float] = setting(
-    Table(assistant=1.0),
-    "weight in the loss of what each role says; one that is not named has none",
-    low=0.0,
-    high=1.0,
-    needs=_CHAT,
-  )
-  chat_answers: str = setting(
-    "all",
-    "which answers of a conversation are in the loss: 'all', or the 'last' one",
-    choices=("all", "last"),
-    needs=_CHAT,
-  )
-  chat_marks: bool = setting(
-    True,
-    "take as an answer what a template's {% generation %} marks enclose, where it has some",
-    needs=_CHAT,
-  )
   num_workers: int = setting(
     0, "loader processes; 0 = threads of the main process", low=0, resume="free"
   )
@@ -162,6 +130,11 @@ class DataConfig:
   cache_dir: str = setting(
     "", "tokenised corpora and trained tokenizers; empty = ~/.cache/ats_jax/data", resume="free"
   )
+
+  @property
+  def packing_kind(self) -> str:
+    """`packing`, or what the format takes for 'auto'."""
+    return self.format.AUTO_PACKING if self.packing == "auto" else self.packing
 
   def check(self, cfg: Any) -> None:
     """Refuse a filter that is named twice, and sources and phases that cannot be."""

@@ -40,7 +40,7 @@ BESIDE = {
   "keep": TWO_PHASES,
   "reset": TWO_PHASES,
   "length": {"data.length_buckets": 2},
-  "last": {"data.chat_template": "chatml", "data.packing": "best_fit"},
+  "last": {"data.packing": "best_fit"},
 }
 
 
