@@ -1,4 +1,4 @@
-"""What the documents of a text are, by `data.format`: the one place where that setting is read."""
+"""What the documents of a text are: `format_of` alone chooses by `data.format`."""
 
 from collections.abc import Iterator
 from typing import Protocol

@@ -148,7 +148,7 @@ BROKEN = {
   "config_bytes": ("config.json", b"\xff\xfe\x00"),
   "config_folder": ("config.json", None),
   "config_deep": ("config.json", b"[" * 100_000),
-  "config_type": ("config.json", b'{"format": 2, "model": {"num_layers": "x"}}'),
+  "config_type": ("config.json", b'{"format": 3, "model": {"num_layers": "x"}}'),
   "id_folder": ("run_id", None),
   "tokenizer_list": ("tokenizer.json", b"[1]"),
   "no_tokenizer": ("tokenizer.json", b""),

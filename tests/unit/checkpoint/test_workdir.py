@@ -48,7 +48,7 @@ def test_a_config_of_an_earlier_format_is_refused_in_one_line(tmp_path):
   del values["format"]
   workdir.write_json(tmp_path / "config.json", values | {"precision": {"mu_dtype": "float32"}})
   for use in (workdir.load_config, lambda folder: claim(folder, config())):
-    with pytest.raises(ValueError, match=r"json is of format 1, .* reads format 2") as error:
+    with pytest.raises(ValueError, match=r"json is of format 1, .* reads format 3") as error:
       use(tmp_path)
     assert "\n" not in str(error.value) and "another --workdir" in str(error.value)
 
