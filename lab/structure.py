@@ -26,16 +26,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# A data option that is off in most runs, to see how many files ask for it.
-OPTION = "chat_template"
-# Settings whose value is a language of its own, which a parser reads.
+# The names of a data option that is off in most runs, to see how many files ask for it.
+OPTION = {"chat_template", "format"}
 # Settings that were small languages in strings, each with a parser of its own.
 LANGUAGES = (
   "data.paths",
   "data.mixture",
   "data.validation_paths",
   "data.filters",
-  "data.chat_weights",
+  "data.chat_weights",  # now data.format.weights and data.format.sources
   "data.chat_sources",
   "optimizer.phases",
   "step.compiler_options",
@@ -154,11 +153,11 @@ def static(source: Source, entry: str) -> dict[str, Any]:
 def of_ats_jax(source: Source) -> dict[str, Any]:
   """Figures that have a meaning for this package alone."""
   names = lambda tree: {
-    n.attr if isinstance(n, ast.Attribute) else n.id if isinstance(n, ast.Name) else n.arg
+    n.attr
     for n in ast.walk(tree)
-    if isinstance(n, ast.Attribute | ast.Name | ast.arg | ast.keyword)
+    if isinstance(n, ast.Attribute) and ast.unparse(n.value) in ("cfg", "data", "cfg.data")
   }
-  asked = [m for m, tree in source.trees.items() if OPTION in names(tree)]
+  asked = [m for m, tree in source.trees.items() if OPTION & names(tree)]
   kinds = 0
   for tree in source.trees.values():
     for node in ast.walk(tree):
@@ -167,7 +166,7 @@ def of_ats_jax(source: Source) -> dict[str, Any]:
   settings = json.loads(_python(source.folder.parent, "-c", SETTINGS).splitlines()[-1])
   languages = [name for name in LANGUAGES if settings["types"].get(name) == "str"]
   return {
-    f"files that read data.{OPTION}": len(asked),
+    "files that read whether a text is of conversations": len(asked),
     "isinstance on kinds of rows": kinds,
     "settings of all kinds": settings["all"],
     "settings of the default kinds": len(settings["types"]),

@@ -66,12 +66,12 @@ TRAINED = {n: v for n, v in TOY.items() if n not in ("moe.d_ff", "orchestrator.s
 }
 # Of settings, those whose sections make another program. A run is traced for 5 s, so of all that a
 # training shows only what no training before it has shown is run; all settings are checked.
-SECTIONS = ("mesh", "moe", "mod", "orchestrator", "extensions", "data.chat", "data.mixture")
+SECTIONS = ("mesh", "moe", "mod", "orchestrator", "extensions", "data.format", "data.mixture")
 PATHS = (
   "--config.data.paths", "--config.data.sources", "--config.data.validation_paths",
   "--config.data.validation_sets", "--paths",
 )  # fmt: skip
-MIXED = ("data.mixture", "data.chat_sources")  # each shows something of its own
+MIXED = ("data.mixture", "data.format.sources")  # each shows something of its own
 
 
 _CONFIG_FILE = """
@@ -286,7 +286,7 @@ class Reader:
     if not any("data.paths=" in w or "data.sources=" in w for w in kept):
       kept.append(f"--config.data.paths={self.folder}/text")
     sizes = dict(TOY)
-    if any(w.startswith("--config.data.chat_template=") for w in words):
+    if any(w == "--config.data.format=chat" for w in words):
       sizes["data.seq_len"] = "64"  # that a conversation fits into a row
     tokenizer = [w for w in words if w.startswith(f"--config.data.tokenizer={self.folder}")]
     if tokenizer:

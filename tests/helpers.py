@@ -90,7 +90,6 @@ def tiny_config(changes: dict[str, Any] | None = None) -> Config:
 HOLDS = {
   "moe.num_experts": 8,
   "moe.num_groups": 2,
-  "data.chat_template": "chatml",
   "log.writers": ("wandb",),
   "data.sources": Table(a=("a.txt",)),
   "data.phases": (Phase(Table(a=1.0), steps=3), Phase(Table(a=1.0))),

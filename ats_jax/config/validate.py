@@ -6,12 +6,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ats_jax import extensions
-from ats_jax.config.chat import OWN_TEMPLATE, ROLES, TEMPLATES
 from ats_jax.config.names import default_of, flatten, settings, unmet
 from ats_jax.config.schema import Config
 from ats_jax.config.schema.rules import format_bound
 from ats_jax.config.schema.setting import Checked, Kinds, LengthChecked, Table, elements
-from ats_jax.store import paths
 
 
 def validate(cfg: Config) -> Config:
@@ -28,8 +26,6 @@ def validate(cfg: Config) -> Config:
     # Where num_steps follows from the data, `count_epochs` checks these rules once it is known.
     if isinstance(section, LengthChecked) and not cfg.counts_epochs:
       section.check_length(cfg)
-  for rule in (_tokenizer, _chat):
-    rule(cfg)
   return cfg
 
 
@@ -96,50 +92,3 @@ def _range(value: Any, name: str, meta: Mapping[str, Any], *, extensible: bool) 
   if meta["high"] is not None and value > meta["high"]:
     most = format_bound(meta["high"])
     raise ValueError(f"{name}={value} is too large: at most {most} ({meta['doc']}).")
-
-
-def _tokenizer(cfg: Config) -> None:
-  name = cfg.data.tokenizer
-  if name not in ("bytes", "bpe") and not paths.parse(name).is_file():
-    raise ValueError(
-      f"data.tokenizer={name!r} is neither 'bytes', 'bpe' nor an existing file: a "
-      "tokenizer.json, a .model of SentencePiece or a .tiktoken file."
-    )
-
-
-def _chat(cfg: Config) -> None:
-  data = cfg.data
-  name = data.chat_template
-  if not name:
-    return
-  if name not in (*TEMPLATES, OWN_TEMPLATE) and not name.endswith(".jinja"):
-    raise ValueError(
-      f"data.chat_template={name!r} is unknown. Choose one of: {', '.join(TEMPLATES)}; "
-      f"{OWN_TEMPLATE} for the one beside data.tokenizer; or the path of a .jinja file."
-    )
-  chats, named = data.chat_sources, data.sources
-  for source in chats:
-    if source not in {*named, *data.validation_sets}:
-      raise ValueError(
-        f"data.chat_sources: {source!r} is no name of data.sources or data.validation_sets."
-      )
-  if chats and not {*chats} & {*named}:
-    raise ValueError(
-      f"data.chat_sources={list(chats)} names no source of data.sources, so that no conversation "
-      "would be trained on. Name one, or leave data.chat_template out."
-    )
-  for role in data.chat_weights:
-    if role not in ROLES:
-      raise ValueError(
-        f"data.chat_weights: there is no role {role!r}. The roles are {', '.join(ROLES)}."
-      )
-  if not data.chat_weights.get("assistant"):
-    raise ValueError(
-      "data.chat_weights leaves the end of an answer out of the loss, so a model would never learn "
-      "to stop. Give the assistant a weight, e.g. assistant=1."
-    )
-  if data.packing == "concat":
-    raise ValueError(
-      "data.packing=concat cuts conversations at the ends of rows, so that answers lose their "
-      "questions. Leave data.packing at auto, or set data.packing=best_fit."
-    )

@@ -13,11 +13,9 @@ from ats_jax.config.schema import DataConfig
 from ats_jax.config.schema import mixture as spec
 from ats_jax.config.schema.setting import Table
 from ats_jax.data.corpus import cache, prepared
-from ats_jax.data.corpus.corpus import train_texts
 from ats_jax.data.rows.contract import NoRows, Rows, TrainRows
 from ats_jax.data.splits import (
   TextFiles,
-  bpe_key,
   find_documents,
   given_tokenizer,
   open_datasets,
@@ -123,7 +121,8 @@ def open_data(cfg: DataConfig, seed: int) -> tuple[TrainRows, Rows]:
 
 def streams(cfg: DataConfig) -> bool:
   """Whether a text is tokenised as it is read. What is prepared is there already."""
-  return cfg.reading.is_streamed and not cfg.chat_template and not prepared.folder_of(cfg.paths)
+  is_streamed = cfg.reading.is_streamed and cfg.format.STREAMED
+  return is_streamed and not prepared.folder_of(cfg.paths)
 
 
 def _open(
@@ -141,9 +140,8 @@ def _open(
 
 
 def _config_of_source(cfg: DataConfig, name: str) -> DataConfig:
-  """TokeniseOptions to read the paths of that name: as conversations, or as text."""
-  chats = cfg.chat_sources
-  return cfg if not chats or name in chats else dataclasses.replace(cfg, chat_template="")
+  """How to read the paths of that name."""
+  return dataclasses.replace(cfg, format=cfg.format.of_source(name))
 
 
 def _tokenizer(cfg: DataConfig, of_source: Mapping[str, DataConfig], fraction: float) -> Tokenizer:
@@ -161,11 +159,9 @@ def _tokenizer(cfg: DataConfig, of_source: Mapping[str, DataConfig], fraction: f
 
     return find_stream(own)[0]
 
-  files_of = {name: find(own) for name, own in of_source.items()}
-  texts = lambda: _in_turn(
-    train_texts(files_of[name].files, own, files_of[name].split) for name, own in of_source.items()
-  )
-  keys = [bpe_key(own, files_of[name]) for name, own in of_source.items()]
+  files_of = [find(own) for own in of_source.values()]
+  texts = lambda: _in_turn(files.train_texts() for files in files_of)
+  keys = [files.bpe_key for files in files_of]
   return build_tokenizer(cfg, texts, corpus_fingerprint=cache.digest("mixture", keys))
 
 

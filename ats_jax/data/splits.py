@@ -3,26 +3,26 @@
 import dataclasses
 import io
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from absl import logging
 
-from ats_jax.config.chat import packing_of
 from ats_jax.config.schema import DataConfig
 from ats_jax.data.corpus import cache, prepared
-from ats_jax.data.corpus.corpus import Corpus, nothing_left, open_corpus, train_texts
+from ats_jax.data.corpus.corpus import Corpus, nothing_left, train_texts
 from ats_jax.data.corpus.shards import DEFAULT_OPTIONS, TokeniseOptions
 from ats_jax.data.rows import row_order
 from ats_jax.data.rows.contract import TrainingDocuments, TrainRows
 from ats_jax.data.rows.dataset import Dataset
 from ats_jax.data.rows.packed import Packed
 from ats_jax.data.rows.packing import make_layout
-from ats_jax.data.text.holdout import Split, plan_split
+from ats_jax.data.text.holdout import Split
 from ats_jax.data.text.report import Report, in_words
 from ats_jax.data.text.source import SourceFile, content_fingerprint, find_files
+from ats_jax.data.text_format import format_of
 from ats_jax.data.tokens.tokenizer import Tokenizer, build_tokenizer
 
 
@@ -51,6 +51,7 @@ class TextFiles(NamedTuple):
   """The files of some paths, before they are tokenised.
 
   Attributes:
+    cfg: says how they are read.
     files: the files to read.
     fingerprint: a hash of their names and contents.
     passed_over: counts of the files that are not read, in the form of `Corpus.report`.
@@ -58,6 +59,7 @@ class TextFiles(NamedTuple):
     sifted: the verdicts of the filters on the documents; None = there are no filters.
   """
 
+  cfg: DataConfig
   files: list[SourceFile]
   fingerprint: str
   passed_over: dict[str, Any]
@@ -68,6 +70,16 @@ class TextFiles(NamedTuple):
   def content(self) -> str:
     """A hash of the documents."""
     return self.split.content(self.fingerprint)
+
+  @property
+  def bpe_key(self) -> str:
+    """Names the training text, in the cache's key of a BPE."""
+    return cache.digest(self.content, self.split.fraction, format_of(self.cfg).key)
+
+  def train_texts(self) -> Iterator[str]:
+    """Training text for a BPE; raises as `corpus.train_texts`."""
+    read, strict = format_of(self.cfg).pieces, self.cfg.strict
+    return train_texts(self.files, read, self.split, strict=strict)
 
 
 def find_documents(
@@ -93,16 +105,8 @@ def find_documents(
     from ats_jax.data.filters.sift import sift  # here: few texts are filtered
 
     files, fingerprint, sifted = sift(cfg, files, fingerprint, options)
-  if cfg.chat_template:
-    split = Split(fraction)  # a conversation is not cut
-  else:
-    split = plan_split(cfg, fraction, files, fingerprint, tokenizer)
-  return TextFiles(files, fingerprint, passed_over, split, sifted)
-
-
-def bpe_key(cfg: DataConfig, texts: TextFiles) -> str:
-  """Names the training text of these files, in the cache's key of a BPE."""
-  return cache.digest(texts.content, texts.split.fraction, _kind(cfg))
+  split = format_of(cfg).plan_split(fraction, files, fingerprint, tokenizer)
+  return TextFiles(cfg, files, fingerprint, passed_over, split, sifted)
 
 
 def open_documents(
@@ -122,21 +126,17 @@ def open_documents(
   Raises:
     ValueError: as `open_datasets`.
   """
-  given = tokenizer or given_tokenizer(cfg)
+  given, text_format = tokenizer or given_tokenizer(cfg), format_of(cfg)
   if folder := prepared.folder_of(cfg.paths):
     opened = _open_prepared(cfg, folder, fraction)
-    asked = _with_template(given or opened.tokenizer.of_text, cfg)
+    asked = text_format.with_template(given or opened.tokenizer.of_text)
     prepared.check_tokenizer(folder, opened.tokenizer, asked)
     _say_counts(opened.corpus)
     return opened
   texts = find_documents(cfg, fraction, given, options)
-  tokenizer = given or build_tokenizer(
-    cfg,
-    lambda: train_texts(texts.files, cfg, texts.split),
-    corpus_fingerprint=bpe_key(cfg, texts),
-  )
-  tokenizer = _with_template(tokenizer, cfg)
-  corpus = _open(cfg, texts.files, texts.fingerprint, tokenizer, texts.split, options)
+  of_text = given or build_tokenizer(cfg, texts.train_texts, corpus_fingerprint=texts.bpe_key)
+  tokenizer = text_format.with_template(of_text)
+  corpus = text_format.open_corpus(texts.files, texts.fingerprint, tokenizer, texts.split, options)
   _say_counts(corpus)
   return Opened(corpus, tokenizer, texts.split, texts.content, texts.passed_over, texts.sifted)
 
@@ -148,35 +148,6 @@ def given_tokenizer(cfg: DataConfig) -> Tokenizer | None:
     ValueError: as `build_tokenizer`.
   """
   return None if cfg.tokenizer == "bpe" else build_tokenizer(cfg, lambda: ())
-
-
-def _with_template(tokenizer: Tokenizer, cfg: DataConfig) -> Tokenizer:
-  """`tokenizer`, which also knows the chat template of `cfg` if that names one."""
-  if not cfg.chat_template:
-    return tokenizer
-  from ats_jax.data.chat.tokenizer import with_template  # here: few runs are on conversations
-
-  return with_template(tokenizer, cfg)
-
-
-def _kind(cfg: DataConfig) -> str | list[str]:
-  """What is read of the files, in a key of the cache."""
-  return ["conversations"] if cfg.chat_template else cfg.text_field
-
-
-def _open(
-  cfg: DataConfig,
-  files: list[SourceFile],
-  fingerprint: str,
-  tokenizer: Tokenizer,
-  split: Split,
-  options: TokeniseOptions = DEFAULT_OPTIONS,
-) -> Corpus:
-  if not cfg.chat_template:
-    return open_corpus(cfg, files, fingerprint, tokenizer, split, options)
-  from ats_jax.data.chat.corpus import open_chat_corpus
-
-  return open_chat_corpus(cfg, files, fingerprint, tokenizer, options)
 
 
 def _say_counts(corpus: Corpus) -> None:
@@ -275,12 +246,13 @@ def open_datasets(
 
 def training_documents(cfg: DataConfig, opened: Opened, indices: np.ndarray) -> TrainingDocuments:
   """What an order makes rows of: the documents to train on, by their indices."""
+  text_format = format_of(cfg)
   return TrainingDocuments(
     opened.corpus,
     indices,
     opened.tokenizer,
-    key=(opened.content, opened.split.fraction, opened.tokenizer.fingerprint, _kind(cfg)),
-    cuts=not cfg.chat_template,
+    key=(opened.content, opened.split.fraction, opened.tokenizer.fingerprint, text_format.key),
+    cuts=text_format.cuts,
     pack=lambda cfg, seed, documents, part: pack(cfg, seed, opened, documents, part),
   )
 
@@ -302,7 +274,7 @@ def open_split(cfg: DataConfig, seed: int, paths: Sequence[str], tokenizer: Toke
     prepared.check_tokenizer(folder, opened.tokenizer, tokenizer)
   else:
     files, content, passed_over = _find(paths, cfg)
-    corpus = _open(cfg, files, content, tokenizer, Split(0.0))
+    corpus = format_of(cfg).open_corpus(files, content, tokenizer, Split(0.0), DEFAULT_OPTIONS)
     opened = Opened(corpus, tokenizer, Split(0.0), content, passed_over)
   dataset = pack(cfg, seed, opened, np.arange(len(opened.corpus)), "all")
   if not dataset.info.num_documents:
@@ -341,20 +313,15 @@ def pack(
   """Rows of these documents: of the `part` "train", "validation" or "all"; `says`: in the log."""
   corpus, tokenizer, passed_over = opened.corpus, opened.tokenizer, opened.passed_over
   split = [opened.content, part, opened.split.fraction]
-  packing = packing_of(cfg.packing, cfg.chat_template)
+  packing, text_format = cfg.packing_kind, format_of(cfg)
+  weights = text_format.weights
   shape = [cfg.seq_len, packing, cfg.max_segments]
-  fingerprint = cache.digest("rows", split, tokenizer.fingerprint, _kind(cfg), shape)
-  weights = None
-  if cfg.chat_template:
-    from ats_jax.data.chat.segments import weight_table
-
-    weights = weight_table(cfg.chat_weights, cfg.chat_answers)
+  fingerprint = cache.digest("rows", split, tokenizer.fingerprint, text_format.key, shape)
+  if weights is not None:
     fingerprint = cache.digest(fingerprint, weights.tolist())
 
   def build(folder: Path) -> dict[str, Any]:
-    fitting, left_out = documents, {}
-    if weights is not None:
-      fitting, left_out = _whole_conversations(corpus, documents, weights, cfg.seq_len)
+    fitting, left_out = text_format.fitting(corpus, documents, cfg.seq_len)
     lengths = corpus.length[fitting] + 1
     plan = make_layout(
       lengths, _order(corpus.key[fitting], seed), seq_len=cfg.seq_len, packing=packing,
@@ -377,7 +344,7 @@ def pack(
   left_out = plan.meta["left_out"]
   if left_out:
     logging.warning(
-      "Of %s conversations these are left out: %s. A larger data.seq_len has room for longer ones.",
+      "Of %s documents these are left out: %s. A larger data.seq_len has room for longer ones.",
       f"{len(documents):,}", ", ".join(f"{count:,} {kind}" for kind, count in left_out.items()),
     )  # fmt: skip
   report = {
@@ -394,23 +361,6 @@ def pack(
   if says:
     logging.info("%s: %s, packed by %s.", part.capitalize(), dataset.info.in_words(), packing)
   return dataset
-
-
-def _whole_conversations(
-  corpus: Corpus, documents: np.ndarray, weights: np.ndarray, seq_len: int
-) -> tuple[np.ndarray, dict[str, int]]:
-  """Those of `documents` that fit into a row and have a token in the loss; how many others why.
-
-  An answer without its question teaches nothing, so a conversation is not cut.
-  """
-  fits = corpus.length[documents] < seq_len
-  codes = (corpus.codes(d, 0, int(corpus.length[d])) for d in map(int, documents))
-  counts = np.fromiter((weights[c].any() for c in codes), bool, len(documents))
-  left_out = {
-    f"longer than a row of data.seq_len={seq_len}": int((~fits).sum()),
-    "without a token in the loss": int((fits & ~counts).sum()),
-  }
-  return documents[fits & counts], {kind: n for kind, n in left_out.items() if n}
 
 
 def _order(key: np.ndarray, seed: int) -> np.ndarray:

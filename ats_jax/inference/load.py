@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -18,8 +18,6 @@ from ats_jax.config.schema.exchange import Hierarchical
 from ats_jax.config.schema.optimizer import AdamW
 from ats_jax.config.schema.schedule import Constant
 from ats_jax.config.schema.setting import Table
-from ats_jax.data.chat.conversation import Conversation, Message
-from ats_jax.data.chat.tokenizer import ChatTokenizer
 from ats_jax.data.tokens.file import load_tokenizer
 from ats_jax.data.tokens.tokenizer import Tokenizer
 from ats_jax.inference.generator import generate
@@ -28,6 +26,9 @@ from ats_jax.model.layout import stacks
 from ats_jax.sharding.mesh import make_mesh, on_mesh
 from ats_jax.step.program import Program, make_program
 from ats_jax.store.paths import Path
+
+if TYPE_CHECKING:  # imported by runs on conversations
+  from ats_jax.data.chat.conversation import Message
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +65,7 @@ class TrainedRun:
     cfg, rules = self.sampling(**given), self.program.rules(self.step)
     return generate(self.model, self.tokenizer, cfg, rules=rules, prompt=cfg.prompt, seed=seed)
 
-  def answer(self, seed: int, messages: Sequence[Message], **given: Any) -> Iterator[str]:
+  def answer(self, seed: int, messages: "Sequence[Message]", **given: Any) -> Iterator[str]:
     """What follows turns of a conversation, piece by piece; `given` as of `sampling`.
 
     Raises:
@@ -72,12 +73,9 @@ class TrainedRun:
         turn.
     """
     cfg, rules = self.sampling(**given), self.program.rules(self.step)
-    if not isinstance(self.tokenizer, ChatTokenizer):
-      raise ValueError(
-        "this run was not trained on conversations (data.chat_template is empty), so it knows no "
-        "turns. Continue a text instead: without --chat."
-      )
-    ids = self.tokenizer.prompt(Conversation(tuple(messages)))
+    from ats_jax.data.chat.tokenizer import prompt_of  # here: few runs are on conversations
+
+    ids = prompt_of(self.tokenizer, messages)
     return generate(self.model, self.tokenizer, cfg, rules=rules, prompt=ids, seed=seed)
 
 

@@ -152,11 +152,8 @@ def log_sample(program: Program, folder: Path, state: TrainState, train_set: Tra
     return ""
   from ats_jax.inference.generator import generate  # here: runs without a sample need none
 
-  tokenizer, begin = train_set.info.tokenizer, prompt
-  if cfg.data.chat_template:
-    from ats_jax.data.chat.tokenizer import as_question
-
-    begin = as_question(prompt, tokenizer)
+  tokenizer = train_set.info.tokenizer
+  begin = tokenizer.question(prompt)
   pieces = generate(state.weights, tokenizer, cfg.sample, rules=rules, prompt=begin, seed=cfg.seed)
   text = prompt + "".join(pieces)
   if jax.process_index() == 0:

@@ -44,7 +44,7 @@ EXPLAIN = """one row of training: each target with its token, role, weight and s
 
   ats-jax data explain --config.data.paths=/path/to/text
   ats-jax data explain --row=7 --config.data.paths=chats.jsonl \\
-    --config.data.chat_template=chatml
+    --config.data.format=chat
 
 In colours on a terminal (not if NO_COLOR is set): one a role, bold for what is in the loss.
 """
@@ -59,7 +59,7 @@ may be moved away. Rows are those of a training on the text itself.
 VALIDATE = """each record that is malformed, by file and line, with what is wrong
 
   ats-jax data validate --config.data.paths=/path/to/text
-  ats-jax data validate --config.data.paths=/path/to/text --config.data.text_field=content
+  ats-jax data validate --config.data.paths=/path/to/text --config.data.format.text_field=content
 
 Exit code 1 if there is one.
 """

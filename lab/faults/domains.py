@@ -57,7 +57,7 @@ def open_domain(name: str, cfg: DataConfig, tokenizer: Tokenizer) -> tuple[Datas
 
 
 def _dataset(path: Path, documents: list[str], cfg: DataConfig, tokenizer: Tokenizer) -> Dataset:
-  lines = (json.dumps({cfg.text_field: text}) for text in documents)
+  lines = (json.dumps({cfg.format.text_field: text}) for text in documents)
   path.write_text("\n".join(lines) + "\n", encoding="utf-8")
   return open_split(cfg, 0, (str(path),), tokenizer)  # the cache has a copy of it
 

@@ -6,6 +6,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from ats_jax.config.schema import DataConfig
+from ats_jax.config.schema.text_format import Chat
 from ats_jax.data.chat.tokenizer import with_template
 from ats_jax.data.tokens.export import files_of
 from ats_jax.data.tokens.tokenizer import build_tokenizer
@@ -16,7 +17,7 @@ SAID = "a  b\n\tçé 漢字 🙂\u200d don't , .  \n"
 
 
 @pytest.mark.parametrize("kind", ["bytes", "bpe"])
-@pytest.mark.parametrize("template", ["", "chatml", "jinja"])
+@pytest.mark.parametrize("template", [None, "chatml", "jinja"])
 def test_ids_and_special_tokens(kind, template, tmp_path):
   if template == "jinja":
     template = str(tmp_path / "t.jinja")
@@ -24,7 +25,7 @@ def test_ids_and_special_tokens(kind, template, tmp_path):
       "{% for m in messages %}{{ m.role + ':' + m.content + eos_token }}{% endfor %}"
     )
   words = build_tokenizer(DataConfig(tokenizer=kind, bpe_vocab_size=320), lambda: TEXT)
-  words = with_template(words, DataConfig(tokenizer=kind, chat_template=template))
+  words = with_template(words, Chat(template=template)) if template else words
   for name, content in files_of(words).items():
     (tmp_path / name).write_bytes(content)
   (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))

@@ -35,7 +35,7 @@ def test_validate(folder, tmp_path):
     f"{folder}/d.jpg: unknown suffix",
     f"{folder}/f.txt: not a regular file but a pipe, socket or device",
     f"{folder}/a.jsonl:8: broken JSON (Invalid control character at: line 1 column 14 (char 13))",
-    f"{folder}/a.jsonl:9: no field 'text' (it has 'content'; see data.text_field)",
+    f"{folder}/a.jsonl:9: no field 'text' (it has 'content'; see data.format.text_field)",
     f"{folder}/a.jsonl:10: empty",
     f"{folder}/c.txt: not UTF-8 at byte 6 (e9)",
     f"{folder}/e.txt: cannot be read (No such file or directory)",
@@ -48,7 +48,7 @@ def test_validate(folder, tmp_path):
   ]
   assert not list((tmp_path / "cache").glob("corpus-*"))
   (tmp_path / "good.jsonl").write_text('{"content": "é"}\n')
-  flags = (f"--config.data.paths={tmp_path}/good.jsonl", "--config.data.text_field=content")
+  flags = (f"--config.data.paths={tmp_path}/good.jsonl", "--config.data.format.text_field=content")
   result = forked("ats_jax", "data", "validate", *flags)
   assert (result.code, result.out) == (
     0, "1 record read = 1 document + 0 left out; 1 files, 0 passed over\n"

@@ -31,7 +31,7 @@ WRONG = {
   "data prepare": "--out is missing. Example: --out=prepared",
   "data prepare --out={new} --workers=-1": "--workers=-1",
   "data explain --row=-1": "--row=-1",
-  "data validate --config.data.chat_template=chatml --config.data.packing=concat": "or set "
+  "data validate --config.data.format=chat --config.data.packing=concat": "or set "
   "data.packing=best_fit",
   "data validate --config.data.paths={new}": "does not exist",
   "bridge import --workdir={new}": "--folder is missing",

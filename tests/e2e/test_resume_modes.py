@@ -64,7 +64,7 @@ def get_config(variant: str = ""):
   config.data.phases = PHASES[variant]
   return config
 """
-CHATS = ("data.filters=exact", "data.chat_template=chatml", "data.chat_sources=chat")
+CHATS = ("data.filters=exact", "data.format=chat", "data.format.sources=chat")
 
 
 class Mode(NamedTuple):
@@ -80,7 +80,7 @@ class Mode(NamedTuple):
 
 MODES = {
   "base_only": Mode("{0}/base.jsonl", ("data.filters=exact",)),
-  "finetuning_only": Mode("{0}/chat.jsonl", ("data.filters=exact", "data.chat_template=chatml")),
+  "finetuning_only": Mode("{0}/chat.jsonl", ("data.filters=exact", "data.format=chat")),
   "hybrid_sequential": Mode(
     "base={0}/base.jsonl,chat={0}/chat.jsonl",
     (*CHATS, "optimizer.phase_moments=reset"),

@@ -144,8 +144,7 @@ class Config:
   def check(self, cfg: Any) -> None:
     """Refuse two lengths of the run, and caches on a store."""
     del cfg
-    for name in ("compilation_cache", "data.cache_dir"):
-      rules.is_local(self, name)
+    rules.is_local(self, "compilation_cache")
     if self.length != "given" and self.num_epochs:
       most = " and most_epochs" if self.length == "budget" else ""
       raise ValueError(

@@ -3,13 +3,15 @@
 import dataclasses
 from typing import Any
 
+from ats_jax.config.schema import rules
 from ats_jax.config.schema.filters import FILTERS, Filter
 from ats_jax.config.schema.mixture import Phase, check_mixture, check_rates, check_sources
 from ats_jax.config.schema.reading import READINGS, Reading
 from ats_jax.config.schema.row_order import ROW_ORDERS, RowOrderConfig
 from ats_jax.config.schema.setting import Table, section, setting, when
+from ats_jax.config.schema.text_format import FORMATS, Format
+from ats_jax.store import paths
 
-_CHAT = when("data.chat_template")
 _MIXED = when("data.sources")
 
 
@@ -68,9 +70,7 @@ class DataConfig:
     low=0.0,
     high=0.5,
   )
-  text_field: str = setting(
-    "text", "the field of a JSON object or a table's row that holds the document"
-  )
+  format: Format = section(FORMATS, "text")
   filters: tuple[Filter, ...] = setting(
     (),
     "which documents to keep: filters in order; options are given in a config file, as in "
@@ -101,36 +101,6 @@ class DataConfig:
   )
   max_segments: int = setting(64, "documents in one row at most; the rest is padding", low=1)
   order: RowOrderConfig = section(ROW_ORDERS, "shuffled")
-  chat_template: str = setting(
-    "",
-    "how conversations are written, for files of these: 'chatml', 'llama3', 'qwen', 'mistral', "
-    "'gemma', 'plain', 'tokenizer' (the one beside data.tokenizer) or a .jinja file; empty = files "
-    "are of text",
-  )
-  chat_sources: tuple[str, ...] = setting(
-    (),
-    "names of data.sources and data.validation_sets whose files are of conversations, where others "
-    "are of text; empty = all are",
-    needs=_CHAT,
-  )
-  chat_weights: Table[float] = setting(
-    Table(assistant=1.0),
-    "weight in the loss of what each role says; one that is not named has none",
-    low=0.0,
-    high=1.0,
-    needs=_CHAT,
-  )
-  chat_answers: str = setting(
-    "all",
-    "which answers of a conversation are in the loss: 'all', or the 'last' one",
-    choices=("all", "last"),
-    needs=_CHAT,
-  )
-  chat_marks: bool = setting(
-    True,
-    "take as an answer what a template's {% generation %} marks enclose, where it has some",
-    needs=_CHAT,
-  )
   num_workers: int = setting(
     0, "loader processes; 0 = threads of the main process", low=0, resume="free"
   )
@@ -141,8 +111,19 @@ class DataConfig:
     "", "tokenised corpora and trained tokenizers; empty = ~/.cache/ats_jax/data", resume="free"
   )
 
+  @property
+  def packing_kind(self) -> str:
+    """`packing`, or what the format takes for 'auto'."""
+    return self.format.AUTO_PACKING if self.packing == "auto" else self.packing
+
   def check(self, cfg: Any) -> None:
-    """Refuse a filter that is named twice, and sources and phases that cannot be."""
+    """Refuse what is no tokenizer, a filter named twice, and sources and phases that cannot be."""
+    if self.tokenizer not in ("bytes", "bpe") and not paths.parse(self.tokenizer).is_file():
+      raise ValueError(
+        f"data.tokenizer={self.tokenizer!r} is neither 'bytes', 'bpe' nor an existing file: a "
+        "tokenizer.json, a .model of SentencePiece or a .tiktoken file."
+      )
+    rules.is_local(cfg, "data.cache_dir")
     check_sources(self)
     check_mixture(cfg)
     check_rates(cfg)

@@ -31,15 +31,6 @@ class Filter:
 class ChangesText(Filter):
   """A filter that may make another text of a document."""
 
-  def check(self, cfg: Any) -> None:
-    """Refuse conversations, which are kept as they are or dropped."""
-    if cfg.data.chat_template:
-      raise ValueError(
-        f"data.filters: {self.name} changes text, and data.chat_template="
-        f"{cfg.data.chat_template!r} reads conversations, which are kept as they are or dropped. "
-        "Leave it out; text beside them can be filtered by `ats-jax data prepare` first."
-      )
-
 
 @FILTERS.register
 @dataclasses.dataclass(frozen=True)

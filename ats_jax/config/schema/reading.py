@@ -49,8 +49,8 @@ class Streaming(Reading):
     """Refuse what needs the whole text before the first step."""
     data = cfg.data
     message = "data.reading=streaming, but {} needs the whole text before the first step. {}"
-    if data.chat_template and not data.chat_sources:
-      what = f"data.chat_template={data.chat_template!r}"
+    if not data.format.of_source("").STREAMED:
+      what = f"data.format={data.format.name}"
       advice = "Conversations are not streamed: set data.reading=whole."
       raise ValueError(message.format(what, advice))
     if data.filters:

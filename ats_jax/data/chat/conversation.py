@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ats_jax.config.chat import ROLES
+from ats_jax.config.schema.text_format import ROLES
 
 ALIASES = {
   **{role: role for role in ROLES},

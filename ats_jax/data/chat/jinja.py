@@ -230,13 +230,13 @@ class JinjaTemplate:
       raise ValueError(
         "the chat template leaves the end of an answer out of the loss: its {% generation %} marks "
         f"enclose {text[begin:end][-40:]!r}, which ends with no special token. A model would never "
-        "learn to stop. Set data.chat_marks=false to take whole turns in their place."
+        "learn to stop. Set data.format.marks=false to take whole turns in their place."
       )
     raise ValueError(
       f"the chat template ends an answer with {text[begin:end][-40:]!r}, which is no special token "
       "of the tokenizer, so the end of a turn is not in the loss. A model would never learn to "
       "stop. Write {{ eos_token }} behind an answer, or use a template by name: "
-      "data.chat_template=chatml."
+      "data.format.template=chatml."
     )
 
   def _cut(self, text: str, like: ChatSegment) -> Iterator[ChatSegment]:
@@ -280,7 +280,7 @@ class _Writing(NamedTuple):
     if len(parts) != 2 * len(answers) + 1:
       raise ValueError(
         f"the chat template marks {len(parts) // 2} of {len(answers)} answers with "
-        "{% generation %}. Set data.chat_marks=false to take whole turns in their place."
+        "{% generation %}. Set data.format.marks=false to take whole turns in their place."
       )
     ends = list(itertools.accumulate(map(len, parts)))
     return "".join(parts), list(zip(answers, ends[0::2], ends[1::2], strict=False))
@@ -295,7 +295,7 @@ class _Writing(NamedTuple):
         raise ValueError(
           f"the chat template writes what comes before turn {turn + 1} in another way once that "
           "turn or a later one follows, so it cannot be told which tokens are the answer. Use a "
-          "template with {% generation %} marks, or one by name: data.chat_template=chatml."
+          "template with {% generation %} marks, or one by name: data.format.template=chatml."
         )
       spans.append((turn, len(before), len(after)))
     return text, spans

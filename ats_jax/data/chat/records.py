@@ -2,13 +2,12 @@
 
 from collections.abc import Iterator
 
-from ats_jax.config.schema import DataConfig
 from ats_jax.data.chat.conversation import Conversation, MalformedError, read_conversation
 from ats_jax.data.text.formats import opening
 from ats_jax.data.text.formats.records import READERS, records
 from ats_jax.data.text.formats.text import Piece
 from ats_jax.data.text.report import Report
-from ats_jax.data.text.source import SourceFile, read_pieces
+from ats_jax.data.text.source import SourceFile
 
 
 def conversations(file: SourceFile, report: Report) -> Iterator[tuple[int, Conversation]]:
@@ -35,15 +34,6 @@ def _conversations(file: SourceFile, report: Report) -> Iterator[tuple[int, Conv
         yield place, conversation
   except opening.errors() as e:
     report.lost("unreadable", file.path, f"cannot be read ({opening.reason(e)})")
-
-
-def judged_pieces(file: SourceFile, cfg: DataConfig, report: Report) -> Iterator[Piece]:
-  """The documents of a file, as filters judge them: of a conversation all that is said in it."""
-  if not cfg.chat_template:
-    yield from read_pieces(file, cfg.text_field, report)
-    return
-  for piece in message_pieces(file, report):
-    yield piece._replace(text=f"{piece.text}\n\n")
 
 
 def message_pieces(file: SourceFile, report: Report) -> Iterator[Piece]:

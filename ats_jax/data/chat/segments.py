@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ats_jax.config.chat import ROLES
+from ats_jax.config.schema.text_format import ROLES
 
 BOS, EOS = "\x00bos", "\x00eos"  # the tokenizer's own, whatever it calls them
 

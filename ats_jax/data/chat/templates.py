@@ -187,8 +187,8 @@ class Published(NamedTuple):
     if tool := next(_of_tools(conversation), ""):
       raise MalformedError(
         "template without tools",
-        f"{tool}, for which data.chat_template={self.name} has no place. Use "
-        "data.chat_template=tokenizer, with a tokenizer whose template has one",
+        f"{tool}, for which data.format.template={self.name} has no place. Use "
+        "data.format.template=tokenizer, with a tokenizer whose template has one",
       )
     out = _Writer(messages)
     self.writes(out, messages, prompt)

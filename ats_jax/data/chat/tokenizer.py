@@ -9,14 +9,17 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from absl import logging
 
-from ats_jax.config.chat import OWN_TEMPLATE, TEMPLATES
-from ats_jax.config.schema import DataConfig
+from ats_jax.config.schema.text_format import OWN_TEMPLATE, TEMPLATES, Chat
 from ats_jax.data.chat.conversation import Conversation, Message
 from ats_jax.data.chat.jinja import JinjaTemplate
 from ats_jax.data.chat.segments import BOS, EOS, ChatSegment
 from ats_jax.data.chat.templates import PUBLISHED, Template
 from ats_jax.data.tokens.base import OWN_NAMES, Tokenizer, known_ids
 from ats_jax.store import paths
+
+# What `transformers` calls the files of a template.
+TEMPLATE_FILE = "chat_template.jinja"
+GENERATION_FILE = "generation_config.json"
 
 
 class Form(NamedTuple):
@@ -27,7 +30,7 @@ class Form(NamedTuple):
     source: the jinja text.
     names: what that calls the tokenizer's own special tokens.
     special: names of special tokens that may be in the text.
-    marks: `data.chat_marks`.
+    marks: `data.format.marks`.
   """
 
   name: str
@@ -158,6 +161,17 @@ class ChatTokenizer:
     segments = self.template.render(conversation, prompt=True)
     return [self.bos_id, *self.encode_segments([segments])[0].ids.tolist()]
 
+  def question(self, text: str) -> list[int]:
+    """Return what a model reads before it answers a user who says `text`."""
+    return self.prompt(Conversation((Message("user", text),)))
+
+  def template_files(self) -> dict[str, bytes]:
+    """Return the ids that end an answer, and a template of jinja; one by name is no jinja."""
+    ids = {"bos_token_id": self.bos_id, "pad_token_id": self.pad_id}
+    fields = {**ids, "eos_token_id": sorted(self.end_ids)}
+    files = {GENERATION_FILE: json.dumps(fields).encode()}
+    return files | ({TEMPLATE_FILE: self.form.source.encode()} if self.form.source else {})
+
   def _id(self, name: str) -> int:
     own = {BOS: self.bos_id, EOS: self.eos_id}
     return own[name] if name in own else self.special[name]
@@ -175,28 +189,38 @@ class ChatTokenizer:
     return ChatTokenizer, (self.inner, self.form)
 
 
-def as_question(text: str, tokenizer: Tokenizer) -> str | list[int]:
-  """What a model reads before it answers `text`; the text itself without a template."""
+def prompt_of(tokenizer: Tokenizer, turns: Sequence[Message]) -> list[int]:
+  """What a model reads before it answers the last of some turns, bos first.
+
+  Raises:
+    ValueError: if the tokenizer knows no conversations, or its template has no place for a turn.
+  """
   if not isinstance(tokenizer, ChatTokenizer):
-    return text
-  return tokenizer.prompt(Conversation((Message("user", text),)))
+    raise ValueError(
+      "this run was not trained on conversations (data.format is not chat), so it knows no turns. "
+      "Continue a text instead: without --chat."
+    )
+  return tokenizer.prompt(Conversation(tuple(turns)))
 
 
-def with_template(tokenizer: Tokenizer, cfg: DataConfig) -> Tokenizer:
-  """`tokenizer` with the template that `cfg.chat_template` names; as it is if that is empty.
+def with_template(tokenizer: Tokenizer, chat: Chat, path: str = "") -> "ChatTokenizer":
+  """`tokenizer` with the template that `chat` names.
+
+  Args:
+    tokenizer: the tokenizer of the text between special tokens.
+    chat: the format of the conversations.
+    path: `data.tokenizer`, beside which the tokenizer's own template is.
 
   Raises:
     ValueError: if there is no such template, it is no jinja, it leaves the end of an answer out of
-      the loss, or the weights of `cfg` ask for more than it tells.
+      the loss, or the weights of `chat` ask for more than it tells.
   """
-  if not cfg.chat_template:
-    return tokenizer
-  form = _form(tokenizer, cfg)
-  others = [r for r, w in cfg.chat_weights.items() if w and r != "assistant"]
+  form = _form(tokenizer, chat, path)
+  others = [r for r, w in chat.weights.items() if w and r != "assistant"]
   if others and not form.name:
     raise ValueError(
-      f"data.chat_weights weighs {' and '.join(others)}, but of jinja only "
-      "the answers are known. Use data.chat_weights=assistant=1, or a template by name: "
+      f"data.format.weights weighs {' and '.join(others)}, but of jinja only "
+      "the answers are known. Use data.format.weights=assistant=1, or a template by name: "
       f"{', '.join(TEMPLATES)}."
     )
   made = ChatTokenizer(tokenizer, form)
@@ -204,16 +228,16 @@ def with_template(tokenizer: Tokenizer, cfg: DataConfig) -> Tokenizer:
   shown = ", ".join(f"{name} = {i}" for name, i in added.items()) or "none"
   logging.info(
     "Chat template %s: answers end with one of the ids %s; special tokens that were added: %s.",
-    cfg.chat_template, sorted(made.end_ids), shown,
+    chat.template, sorted(made.end_ids), shown,
   )  # fmt: skip
   return made
 
 
-def _form(tokenizer: Tokenizer, cfg: DataConfig) -> Form:
-  name = cfg.chat_template
+def _form(tokenizer: Tokenizer, chat: Chat, path: str) -> Form:
+  name = chat.template
   if name in TEMPLATES:
     return Form(name)
-  source = _read(name) if name != OWN_TEMPLATE else _own_template(cfg.tokenizer)
+  source = _read(name) if name != OWN_TEMPLATE else _own_template(path)
   if isinstance(source, Form):
     return source
   special = tokenizer.special_tokens()
@@ -222,14 +246,14 @@ def _form(tokenizer: Tokenizer, cfg: DataConfig) -> Form:
     "bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id, "pad_token": tokenizer.pad_id
   }  # fmt: skip
   names = {role: by_id.get(i, OWN_NAMES[role]) for role, i in ids.items()}
-  return Form("", source, names, tuple(sorted({*special, *names.values()})), cfg.chat_marks)
+  return Form("", source, names, tuple(sorted({*special, *names.values()})), chat.marks)
 
 
 def _read(name: str) -> str:
   try:
     return paths.read(paths.parse(name).expanduser()).decode()
   except (OSError, UnicodeDecodeError) as e:
-    raise ValueError(f"data.chat_template={name!r} cannot be read: {e}.") from e
+    raise ValueError(f"data.format.template={name!r} cannot be read: {e}.") from e
 
 
 def _own_template(tokenizer: str) -> str | Form:
@@ -242,14 +266,14 @@ def _own_template(tokenizer: str) -> str | Form:
   fields = _object(path)
   if fields.get("kind") == "chat":
     return Form.of(fields["form"])
-  if (path.parent / "chat_template.jinja").is_file():
-    return _read(str(path.parent / "chat_template.jinja"))
+  if (path.parent / TEMPLATE_FILE).is_file():
+    return _read(str(path.parent / TEMPLATE_FILE))
   template = _object(path.parent / "tokenizer_config.json").get("chat_template")
   if isinstance(template, list):  # several by name
     template = {entry.get("name"): entry.get("template") for entry in template}.get("default")
   if not isinstance(template, str):
     raise ValueError(
-      f"data.chat_template=tokenizer, but beside data.tokenizer={tokenizer!r} there is neither a "
+      f"data.format.template=tokenizer, but beside data.tokenizer={tokenizer!r} there is neither a "
       "chat_template.jinja nor a tokenizer_config.json with a chat_template. Name a .jinja file, "
       f"or one of {', '.join(TEMPLATES)}."
     )

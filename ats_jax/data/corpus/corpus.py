@@ -2,7 +2,7 @@
 
 import bisect
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,11 @@ from ats_jax.config.schema import DataConfig
 from ats_jax.data.corpus import cache
 from ats_jax.data.corpus.shards import DEFAULT_OPTIONS, TokeniseOptions, codes_path, ids_path
 from ats_jax.data.corpus.tokenise import REPORT, tokenise
+from ats_jax.data.text.formats.text import Piece
 from ats_jax.data.text.formats.token_files import token_array
 from ats_jax.data.text.holdout import Split
 from ats_jax.data.text.report import Report
-from ats_jax.data.text.source import SourceFile, document_name, name_hash, read_pieces
+from ats_jax.data.text.source import SourceFile, document_name, name_hash
 from ats_jax.data.tokens.tokenizer import Tokenizer
 
 LAYOUT = 4  # of a corpus in the cache: raise it when its files change
@@ -111,13 +112,25 @@ class _Joined:
     return parts[0] if len(parts) == 1 else np.concatenate(parts or [self._arrays[0][:0]])
 
 
-def train_texts(files: list[SourceFile], cfg: DataConfig, split: Split) -> Iterator[str]:
+def train_texts(
+  files: list[SourceFile],
+  read: Callable[[SourceFile, Report], Iterator[Piece]],
+  split: Split,
+  *,
+  strict: bool,
+) -> Iterator[str]:
   """Training text, drawn from the files in turn, in the order of a hash of their names.
 
+  Args:
+    files: from `find_files`.
+    read: reads the documents of one.
+    split: the split, which may cut documents.
+    strict: `data.strict`.
+
   Raises:
-    ValueError: if there is none.
+    ValueError: if there is none, or if `strict` and something is malformed.
   """
-  report = Report(strict=cfg.strict)
+  report = Report(strict=strict)
   text_files = sorted((f for f in files if f.kind != "tokens"), key=lambda f: name_hash(f.name))
   if not text_files:
     raise ValueError(
@@ -125,9 +138,6 @@ def train_texts(files: list[SourceFile], cfg: DataConfig, split: Split) -> Itera
       "Set data.tokenizer to the tokenizer.json they were made with, or to 'bytes'."
     )
   has_text = False
-  read = lambda file, report: read_pieces(file, cfg.text_field, report)
-  if cfg.chat_template:
-    from ats_jax.data.chat.records import message_pieces as read  # here: few are conversations
 
   def texts(file: SourceFile) -> Iterator[str]:
     nonlocal has_text
@@ -151,7 +161,7 @@ def train_texts(files: list[SourceFile], cfg: DataConfig, split: Split) -> Itera
 
 def nothing_left(report: str) -> str:
   """The message for a training split without a document."""
-  return f"Nothing is left to train on: {report}. Check data.paths and data.text_field."
+  return f"Nothing is left to train on: {report}. Check data.paths and data.format."
 
 
 def open_corpus(
@@ -165,7 +175,7 @@ def open_corpus(
   """The tokenised corpus of `files`, from the cache or made now.
 
   Args:
-    cfg: `text_field`, `strict` and `cache_dir` are read.
+    cfg: `format.text_field`, `strict` and `cache_dir` are read.
     files: from `find_files`.
     fingerprint: a hash of their names and contents.
     tokenizer: makes the ids.
@@ -179,7 +189,12 @@ def open_corpus(
   def build(folder: Path) -> dict[str, Any]:
     return tokenise(folder, files, cfg, tokenizer, split, options)
 
-  parts = [split.content(fingerprint), tokenizer.fingerprint, cfg.text_field, options.copies_ids]
+  parts = [
+    split.content(fingerprint),
+    tokenizer.fingerprint,
+    cfg.format.text_field,
+    options.copies_ids,
+  ]
   name = f"corpus-{cache.digest('corpus', LAYOUT, *parts)}"
   folder = cache.cached(cache.cache_root(cfg.cache_dir), name, build, goes_on=True)
   warn_of_malformed(folder, cfg.strict)

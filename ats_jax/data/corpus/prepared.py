@@ -65,7 +65,7 @@ def save(folder: Path, cfg: DataConfig, made: Prepared) -> None:
   save_tokenizer(made.tokenizer, StorePath(folder / TOKENIZER))
   body = json.dumps({
     "corpus": made.corpus.folder.path.name, "tokenizer": made.tokenizer.fingerprint,
-    "content": made.content, "text_field": cfg.text_field,
+    "content": made.content, "text_field": cfg.format.text_field,
     "split": dataclasses.asdict(made.split),
     "sifted": made.sifted.path.name if made.sifted else "",
   })  # fmt: skip
@@ -103,10 +103,10 @@ def load(folder: Path, cfg: DataConfig) -> Prepared:
   path = folder / index["corpus"]
   if damage := cache.damage(path):
     raise ValueError(f"The prepared folder {folder} is damaged: {damage}. Prepare it again.")
-  if index["text_field"] != cfg.text_field:
+  if (field := index["text_field"]) != (asked := cfg.format.text_field):
     raise ValueError(
-      f"data.text_field={cfg.text_field!r}, but {folder} was made with {index['text_field']!r}. "
-      "Use that, or prepare it again."
+      f"data.format.text_field={asked!r}, but {folder} was made with {field!r}. Use that, or "
+      "prepare it again."
     )
   sifted = cache.Folder(folder / index["sifted"]) if index["sifted"] else None
   its = sifted.meta["filters"] if sifted else ""

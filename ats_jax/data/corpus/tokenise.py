@@ -92,7 +92,7 @@ def tokenise(
   """
 
   def fill(shards: Shards, report: Report) -> None:
-    texts = piece_batches(_pieces(files, cfg.text_field, report, split))
+    texts = piece_batches(_pieces(files, cfg.format.text_field, report, split))
     left = shards.skip_held(texts)
     add_texts(shards, texts, tokenizer, options.workers)
     documents = _token_documents(files, tokenizer, report, split)

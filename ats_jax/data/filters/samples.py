@@ -1,13 +1,12 @@
 """A few of the documents that were kept and dropped, to look at."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-from ats_jax.config.schema import DataConfig
-from ats_jax.data.chat.records import judged_pieces
 from ats_jax.data.filters.sieve import group_documents
+from ats_jax.data.text.formats.text import Piece
 from ats_jax.data.text.report import Report
 from ats_jax.data.text.source import SourceFile, document_name
 
@@ -17,7 +16,7 @@ _CHARS = 600  # of a text
 
 def take_samples(
   files: list[SourceFile],
-  cfg: DataConfig,
+  read: Callable[[SourceFile, Report], Iterator[Piece]],
   columns: Mapping[str, np.ndarray],
   verdict: np.ndarray,
   instead: np.ndarray,
@@ -27,7 +26,7 @@ def take_samples(
 
   Args:
     files: all files.
-    cfg: `text_field` and `chat_template` are read.
+    read: reads the documents of one.
     columns: `file`, `line` and `key` of each document.
     verdict: [documents], indices of `reasons`.
     instead: [documents], which one is kept in the place of a duplicate; -1 = it is none.
@@ -42,7 +41,7 @@ def take_samples(
     for document in _lowest(np.flatnonzero(verdict == number), columns["key"])
   ]
   others = {int(instead[document]) for _, document in chosen} - {-1}
-  texts = _texts(files, cfg, columns["file"], sorted({d for _, d in chosen} | others))
+  texts = _texts(files, read, columns["file"], sorted({d for _, d in chosen} | others))
   name = lambda d: document_name(files[int(columns["file"][d])], int(columns["line"][d]))
   samples = []
   for number, document in chosen:
@@ -59,15 +58,18 @@ def _lowest(which: np.ndarray, keys: np.ndarray) -> np.ndarray:
 
 
 def _texts(
-  files: list[SourceFile], cfg: DataConfig, file: np.ndarray, wanted: list[int]
+  files: list[SourceFile],
+  read: Callable[[SourceFile, Report], Iterator[Piece]],
+  file: np.ndarray,
+  wanted: list[int],
 ) -> dict[int, str]:
   """The beginnings of these documents; a file is read as far as the last of its own."""
   texts: dict[int, str] = {}
   for number in sorted({int(file[document]) for document in wanted}):
     begin = int(np.searchsorted(file, number))
     places = {document - begin for document in wanted if file[document] == number}
-    read = group_documents(judged_pieces(files[number], cfg, Report(strict=False)))
-    for place, document in enumerate(read):
+    documents = group_documents(read(files[number], Report(strict=False)))
+    for place, document in enumerate(documents):
       if place in places:
         texts[begin + place] = next(document).text[:_CHARS]
         if place == max(places):

@@ -19,7 +19,6 @@ from absl import logging
 
 from ats_jax.config.schema import DataConfig
 from ats_jax.config.schema.filters import Filter, spelled
-from ats_jax.data.chat.records import judged_pieces
 from ats_jax.data.corpus import cache
 from ats_jax.data.corpus.child import map_in_children
 from ats_jax.data.corpus.shards import TokeniseOptions
@@ -29,6 +28,7 @@ from ats_jax.data.filters.samples import take_samples
 from ats_jax.data.filters.sieve import LONGEST, Sieve, group_documents
 from ats_jax.data.text.report import Report
 from ats_jax.data.text.source import SourceFile, document_name, name_hash
+from ats_jax.data.text_format import format_of
 
 _VERSION = 1  # of the filters' own code: raise it when a verdict changes
 _BATCH_CHARS = 2**21  # judged at a time
@@ -73,7 +73,7 @@ def sift(
   kept as they are.
 
   Args:
-    cfg: `filters`, `text_field`, `chat_template`, `strict` and `cache_dir` are read.
+    cfg: `filters`, `format`, `strict` and `cache_dir` are read.
     files: from `find_files`.
     fingerprint: a hash of their names and contents.
     options: processes and progress; filters copy no ids.
@@ -84,9 +84,8 @@ def sift(
   """
   judge = Judge(cfg.filters)  # before any work: a package may be missing
   root = cache.cache_root(cfg.cache_dir)
-  kind = ["conversations"] if cfg.chat_template else cfg.text_field
   own = cache.digest(
-    "sift", _VERSION, fingerprint, kind, spelled(cfg.filters), versions(cfg.filters)
+    "sift", _VERSION, fingerprint, format_of(cfg).key, spelled(cfg.filters), versions(cfg.filters)
   )
 
   def build(folder: Path) -> dict[str, Any]:
@@ -138,7 +137,7 @@ def _build(
   saved = {"verdict": verdict, "first": first, **{n: columns[n] for n in ("file", "line", "chars")}}
   for name, values in saved.items():
     np.save(folder / f"{name}.npy", values)
-  samples = take_samples(files, cfg, columns, verdict, instead, reasons)
+  samples = take_samples(files, format_of(cfg).judged_pieces, columns, verdict, instead, reasons)
   (folder / "samples.json").write_text(json.dumps(samples))
   parts.remove()
   counts = np.bincount(verdict, minlength=len(reasons)).tolist()
@@ -154,11 +153,11 @@ def _build(
 
 def _documents(files: list[SourceFile], cfg: DataConfig) -> Iterator[Document]:
   """All documents of text, in order."""
-  report = Report(strict=cfg.strict)
+  report, read = Report(strict=cfg.strict), format_of(cfg).judged_pieces
   for number, file in enumerate(files):
     if file.kind == "tokens":
       continue
-    for document in group_documents(judged_pieces(file, cfg, report)):
+    for document in group_documents(read(file, report)):
       texts, chars, line, rest = [], 0, 0, None
       for piece in document:
         if chars < LONGEST:

@@ -1,10 +1,10 @@
 """Every record of some files read, and what is wrong with each named; nothing is tokenised."""
 
 from ats_jax.config.schema import DataConfig
-from ats_jax.data.chat.records import conversations
 from ats_jax.data.text.formats.token_files import token_documents
 from ats_jax.data.text.report import Report
-from ats_jax.data.text.source import SourceFile, read_pieces
+from ats_jax.data.text.source import SourceFile
+from ats_jax.data.text_format import format_of
 from ats_jax.data.tokens.tokenizer import Tokenizer
 
 
@@ -15,19 +15,17 @@ def check_files(
 
   Args:
     files: from `find_files`.
-    cfg: `text_field` and `chat_template` are read.
+    cfg: `format` is read.
     tokenizer: that the ids of token files must be of; None = it is not known, and they are lost.
     report: takes all that is wrong.
 
   Raises:
     ValueError: if a format needs a module that is not installed.
   """
+  text_format = format_of(cfg)
   for file in files:
-    if cfg.chat_template:
-      for _ in conversations(file, report):
-        report.documents += 1
-    elif file.kind != "tokens":
-      for _ in read_pieces(file, cfg.text_field, report):
+    if file.kind != "tokens" or not text_format.reads_ids:
+      for _ in text_format.pieces(file, report):
         pass
     elif tokenizer:
       _check_ids(file, tokenizer, report)

@@ -7,12 +7,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ats_jax.config.schema import DataConfig
-from ats_jax.data.chat.segments import COUNTS, role_of
 from ats_jax.data.rows import row_order
 from ats_jax.data.splits import Opened, training_documents
+from ats_jax.data.text_format import format_of
 
 _SOURCES = 15  # named; the rest is one line
-_CHUNK = 2**22  # tokens looked at a time
 
 
 class SourceCounts(NamedTuple):
@@ -92,7 +91,7 @@ def overview(cfg: DataConfig, opened: Opened) -> Overview:
   """Look at the documents of a run, or of a prepared folder.
 
   Args:
-    cfg: `paths`, `tokenizer`, `chat_template` and what `data.order` reads.
+    cfg: `paths`, `tokenizer`, `format` and what `data.order` reads.
     opened: the documents of the run or the folder.
   """
   corpus, sifted = opened.corpus, opened.sifted
@@ -111,7 +110,7 @@ def overview(cfg: DataConfig, opened: Opened) -> Overview:
     paths, meta["filters"], meta["versions"],
     tokenizer, report["balance"], reasons, meta["changed"], int(corpus.length.sum()),
     int(corpus.num_bytes.sum()) if (corpus.num_bytes > 0).all() else 0, chars, corpus.length,
-    _sources(opened), _roles(opened) if cfg.chat_template else {}, samples, report["first"],
+    _sources(opened), format_of(cfg).count_roles(corpus), samples, report["first"],
     _packed(cfg, opened),
   )  # fmt: skip
 
@@ -153,17 +152,3 @@ def _sources(opened: Opened) -> list[SourceCounts]:
     return by_size
   _, *totals = zip(*others, strict=True)
   return [*by_size[:_SOURCES], SourceCounts(f"{len(others):,} others", *map(sum, totals))]
-
-
-def _roles(opened: Opened) -> dict[str, tuple[int, int]]:
-  counts = np.zeros(256, np.int64)
-  for document, length in enumerate(opened.corpus.length.tolist()):
-    for begin in range(0, length, _CHUNK):
-      codes = opened.corpus.codes(document, begin, begin + _CHUNK)
-      counts += np.bincount(codes, minlength=256)
-  by_role: dict[str, tuple[int, int]] = {}
-  for code in map(int, np.flatnonzero(counts)):
-    role = role_of(code) or "none"
-    tokens, counted = by_role.get(role, (0, 0))
-    by_role[role] = tokens + int(counts[code]), counted + int(counts[code]) * bool(code & COUNTS)
-  return by_role

@@ -15,16 +15,17 @@ import numpy as np
 from ats_jax.config.schema import DataConfig
 from ats_jax.config.schema.reading import Streaming
 from ats_jax.data.corpus import cache
-from ats_jax.data.corpus.corpus import nothing_left, train_texts
+from ats_jax.data.corpus.corpus import nothing_left
 from ats_jax.data.rows.contract import Info, Progress, TrainRows
 from ats_jax.data.rows.packed import Packed, read_rows
 from ats_jax.data.rows.windows import TextPosition, Window, Windows
-from ats_jax.data.splits import TextFiles, bpe_key, given_tokenizer
+from ats_jax.data.splits import TextFiles, given_tokenizer
 from ats_jax.data.text import remote
 from ats_jax.data.text.formats import opening
 from ats_jax.data.text.holdout import Split
 from ats_jax.data.text.report import Report
 from ats_jax.data.text.source import find_files, name_hash
+from ats_jax.data.text_format import format_of
 from ats_jax.data.tokens.tokenizer import Tokenizer, build_tokenizer
 from ats_jax.extensions import formats
 from ats_jax.store.paths import is_remote
@@ -200,11 +201,10 @@ def open_stream(cfg: DataConfig, seed: int, tokenizer: Tokenizer | None = None) 
         f"data.reading=streaming: a BPE is trained on many files at once, and {named[0]} is on a "
         "store. Set data.tokenizer to a tokenizer.json, or to 'bytes'."
       )
-    texts = lambda: train_texts(text_files.files, cfg, text_files.split)
-    tokenizer = build_tokenizer(cfg, texts, corpus_fingerprint=bpe_key(cfg, text_files))
+    tokenizer = build_tokenizer(cfg, text_files.train_texts, corpus_fingerprint=text_files.bpe_key)
   reading = cfg.reading
   assert isinstance(reading, Streaming)
-  settings = [cfg.text_field, reading.window_mb, cfg.seq_len, cfg.packing, cfg.max_segments]
+  settings = [format_of(cfg).key, reading.window_mb, cfg.seq_len, cfg.packing, cfg.max_segments]
   fingerprint = cache.digest("stream", text_files.content, tokenizer.fingerprint, settings)
   folder = cache.cache_root(cfg.cache_dir) / f"stream-{cache.digest(fingerprint, seed)}"
   windows = Windows(folder, cfg, text_files.files, tokenizer, seed)
@@ -255,7 +255,7 @@ def find_stream(cfg: DataConfig) -> tuple[TextFiles, int]:
       size += length
     except OSError as e:  # reported when its documents are read
       contents.append([file.name, file.kind, f"unreadable {e.errno}"])
-  return TextFiles(files, cache.digest(contents), report.summary(), Split(0.0)), size
+  return TextFiles(cfg, files, cache.digest(contents), report.summary(), Split(0.0)), size
 
 
 def _ends(path: str, length: int) -> str:

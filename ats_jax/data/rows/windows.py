@@ -35,7 +35,8 @@ from ats_jax.data.text import remote
 from ats_jax.data.text.formats.text import Piece
 from ats_jax.data.text.holdout import Split
 from ats_jax.data.text.report import Report, in_words
-from ats_jax.data.text.source import SourceFile, read_pieces
+from ats_jax.data.text.source import SourceFile
+from ats_jax.data.text_format import format_of
 from ats_jax.data.tokens.tokenizer import Tokenizer
 from ats_jax.store.paths import is_remote
 
@@ -311,7 +312,7 @@ class _WindowReader:
   """
 
   def __init__(self, files: list[SourceFile], cfg: DataConfig, folder: Path):
-    self._files, self._field, self._folder = files, cfg.text_field, folder
+    self._files, self._read, self._folder = files, format_of(cfg).pieces, folder
     self._strict = cfg.strict
     self.end: TextPosition | None = None
     self._pieces: Iterator[tuple[TextPosition, Piece]] | None = None
@@ -382,6 +383,6 @@ class _WindowReader:
         if is_remote(file.path):
           path = stack.enter_context(remote.local_copy(file.path, file.name, self._folder))
           file = file._replace(path=path)
-        for count, piece in enumerate(read_pieces(file, self._field, self._report)):
+        for count, piece in enumerate(self._read(file, self._report)):
           if count >= held:
             yield TextPosition(number, count), piece

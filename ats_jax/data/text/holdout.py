@@ -99,7 +99,7 @@ def plan_split(
   Otherwise blocks are cut out of them, a share `fraction` of all, those whose hashes are lowest.
 
   Args:
-    cfg: `text_field`, `strict` and `cache_dir` are read.
+    cfg: `format.text_field`, `strict` and `cache_dir` are read.
     fraction: to hold out.
     files: from `find_files`.
     fingerprint: a hash of their names and contents.
@@ -111,7 +111,7 @@ def plan_split(
   if not fraction:
     return Split(0.0)
   ids = tokenizer.fingerprint if tokenizer else ""
-  key = cache.digest("split", fingerprint, fraction, cfg.text_field, ids)
+  key = cache.digest("split", fingerprint, fraction, cfg.format.text_field, ids)
   memo = cache.cache_root(cfg.cache_dir) / f"split-{key}.json"
   split = _remembered(memo)
   if split is None:
@@ -150,7 +150,7 @@ def _documents(
   for file in files:
     if file.kind != "tokens":
       line, size = 0, 0
-      for piece in read_pieces(file, cfg.text_field, report):
+      for piece in read_pieces(file, cfg.format.text_field, report):
         if piece.starts and size:
           yield document_name(file, line), size
           size = 0

@@ -65,6 +65,14 @@ class Tokenizer(Protocol):
     """`encode` of each text as an integer array; uses all cores where the tokenizer can."""
     ...
 
+  def question(self, text: str) -> str | list[int]:
+    """What a model reads before it goes on: `text`, or ids, in which a template asks it."""
+    ...
+
+  def template_files(self) -> dict[str, bytes]:
+    """Content by name of the files of a template, as `transformers` reads them."""
+    ...
+
   def decode(self, ids: Iterable[int]) -> str:
     """The text of `ids`; special ids are skipped, broken UTF-8 becomes U+FFFD.
 
@@ -98,6 +106,14 @@ class OfDocuments:
 
   def special_tokens(self) -> dict[str, int]:
     """Return no token, as this tokenizer has no names for them."""
+    return {}
+
+  def question(self, text: str) -> str:
+    """Return the text, which the model continues."""
+    return text
+
+  def template_files(self) -> dict[str, bytes]:
+    """Return no file, as there is no template."""
     return {}
 
 

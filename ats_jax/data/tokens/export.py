@@ -7,7 +7,6 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-from ats_jax.data.chat.tokenizer import ChatTokenizer
 from ats_jax.data.tokens.base import OWN_NAMES, Tokenizer
 from ats_jax.data.tokens.sentencepiece_file import SentencePieceTokenizer
 from ats_jax.data.tokens.special import with_special
@@ -17,8 +16,6 @@ from ats_jax.data.tokens.tokenizer import JsonTokenizer
 TOKENIZER = "tokenizer.json"
 CONFIG = "tokenizer_config.json"
 MODEL = "tokenizer.model"
-TEMPLATE = "chat_template.jinja"
-GENERATION = "generation_config.json"
 _SPACE = "▁"  # what SentencePiece writes for a space
 _ENDS = tokenizers.Regex(r"\A | \z")  # a space at the start or the end of a text
 
@@ -48,12 +45,11 @@ def files_of(tokenizer: Tokenizer) -> dict[str, bytes]:
   if text:
     config["tokenizer_class"] = "PreTrainedTokenizerFast"
     files[TOKENIZER] = _json(text, special, roles["bos_token"]).encode()
-  if isinstance(tokenizer, ChatTokenizer):
-    ids = {"bos_token_id": tokenizer.bos_id, "pad_token_id": tokenizer.pad_id}
-    files[GENERATION] = json.dumps({**ids, "eos_token_id": sorted(tokenizer.end_ids)}).encode()
-    if tokenizer.form.source:
-      files[TEMPLATE] = tokenizer.form.source.encode()
-  return {**files, CONFIG: json.dumps(config, ensure_ascii=False, indent=2).encode()}
+  return {
+    **files,
+    **tokenizer.template_files(),
+    CONFIG: json.dumps(config, ensure_ascii=False, indent=2).encode(),
+  }
 
 
 def _special(tokenizer: Tokenizer) -> dict[str, int]:

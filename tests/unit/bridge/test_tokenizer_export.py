@@ -15,6 +15,7 @@ from ats_jax.bridge.export import export
 from ats_jax.bridge.folder import open_model_folder
 from ats_jax.checkpoint import workdir
 from ats_jax.config.schema import DataConfig
+from ats_jax.config.schema.text_format import Chat
 from ats_jax.data.chat.tokenizer import with_template
 from ats_jax.data.tokens.export import files_of
 from ats_jax.data.tokens.file import save_tokenizer
@@ -52,9 +53,9 @@ def words(request, tmp_path):
   return build_tokenizer(DataConfig(tokenizer=name, bpe_vocab_size=320), lambda: TEXT)
 
 
-@pytest.mark.parametrize("template", ["", "chatml", "llama3"])
+@pytest.mark.parametrize("template", [None, "chatml", "llama3"])
 def test_ids_names_and_bos(words, template):
-  words = with_template(words, DataConfig(chat_template=template))
+  words = with_template(words, Chat(template=template)) if template else words
   files = files_of(words)
   inner = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode())
   assert inner.get_vocab_size() == words.vocab_size
@@ -86,14 +87,14 @@ def test_what_was_exported_is_the_same_tokenizer(words, tmp_path):
 def test_an_own_template_is_written(words, tmp_path):
   source = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
   (tmp_path / "t.jinja").write_text(source)
-  chat = with_template(words, DataConfig(chat_template=str(tmp_path / "t.jinja")))
+  chat = with_template(words, Chat(template=str(tmp_path / "t.jinja")))
   assert files_of(chat)["chat_template.jinja"].decode() == source
 
 
 def test_an_export_has_them(tmp_path):
   folder = make_folder(tmp_path / "hf")
   import_folder(folder, parse(tmp_path / "run"), tokenizer="bytes")
-  chat = with_template(ByteTokenizer(), DataConfig(chat_template="chatml"))
+  chat = with_template(ByteTokenizer(), Chat())
   save_tokenizer(chat, parse(tmp_path / "run") / workdir.TOKENIZER)
   export(parse(tmp_path / "run"), tmp_path / "out")
   inner = tokenizers.Tokenizer.from_file(str(tmp_path / "out/tokenizer.json"))

@@ -12,7 +12,7 @@ from ats_jax.config.schema.setting import Table
 from ats_jax.config.text import parse
 
 SOURCES = {"web": ("a.txt", "b.txt"), "code": ("src",)}
-CHAT = {"data.chat_template": "chatml", "data.packing": "best_fit"}
+CHAT = {"data.format": "chat"}
 WEB, CODE = Table(web=1.0), Table(code=1.0)
 
 
@@ -117,12 +117,12 @@ def test_a_mixture_is_one_phase():
     ({"data.sources": {"web": ()}}, "data.sources: web has no path"),
     ({"data.sources": {"web": "a.txt"}}, r"data.sources\['web'\] must be a list of str"),
     ({"data.validation_sets": {"a b": ("a.txt",)}}, "data.validation_sets: 'a b' is no name"),
-    ({**CHAT, "data.chat_sources": ("talk",)}, "data.chat_sources: 'talk' is no name of data"),
+    ({**CHAT, "data.format.sources": ("talk",)}, "data.format.sources: 'talk' is no name of data"),
     (
-      {**CHAT, "data.chat_sources": ("held",), "data.validation_sets": {"held": ("a.jsonl",)}},
-      r"data.chat_sources=\['held'\] names no source of data.sources",
+      {**CHAT, "data.format.sources": ("held",), "data.validation_sets": {"held": ("a.jsonl",)}},
+      r"data.format.sources=\['held'\] names no source of data.sources",
     ),
-    ({"data.chat_sources": ("web",)}, "data.chat_sources=.* does nothing with data.chat_template="),
+    ({"data.format.sources": ("web",)}, "data.format.sources is a setting of .*name=chat"),
     (
       phases(Phase(WEB, steps=5, learning_rate=1.0), Phase(CODE)),
       r"data.phases\[1\] has no learning_rate, and others have",

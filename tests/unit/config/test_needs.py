@@ -34,7 +34,6 @@ PAIRS = [
 OTHERS = {
   "data.phases": (Phase(Table(a=1.0)),),
   "data.mixture": Table(a=1.0),
-  "data.chat_weights": Table(assistant=0.5),
 }
 
 

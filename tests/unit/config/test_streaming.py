@@ -23,7 +23,7 @@ PHASES = (Phase(Table(a=1), epochs=2), Phase(Table(b=1)))
     ),
     ({"data.filters": ("exact",)}, r"filters=exact .*ats-jax data prepare"),
     ({"data.validation_fraction": 0.1}, r"validation_fraction=0\.1 .* data\.validation_paths"),
-    ({"data.chat_template": "chatml"}, "Conversations are not streamed"),
+    ({"data.format": "chat"}, "Conversations are not streamed"),
     ({"num_epochs": 2.0}, r"num_epochs=2 .* num_steps"),
     ({"eval.bigram_baseline": True}, "bigram_baseline=true"),
     (MIXED | {"data.mixture": {}}, r"a mixture by size .* data\.mixture=web"),
@@ -41,7 +41,7 @@ def test_refused(changes, message):
     {},
     {"data.validation_fraction": 0.1, "data.validation_paths": ("c.txt",)},
     MIXED,
-    MIXED | {"data.chat_template": "chatml", "data.chat_sources": ("a",)},
+    MIXED | {"data.format": "chat", "data.format.sources": ("a",)},
   ],
 )
 def test_accepted(changes):

@@ -40,7 +40,7 @@ BESIDE = {
   "keep": TWO_PHASES,
   "reset": TWO_PHASES,
   "streaming": {"data.validation_fraction": 0.0, "eval.bigram_baseline": False},
-  "last": {"data.chat_template": "chatml", "data.packing": "best_fit"},
+  "last": {"data.packing": "best_fit"},
 }
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from ats_jax.config.schema.row_order import LengthBuckets, ShortFirst
+from ats_jax.config.schema.text_format import Chat
 from ats_jax.data.look.audit import audit
 from ats_jax.data.look.overview import overview
 from ats_jax.data.look.page import html_page
@@ -20,6 +21,7 @@ from ats_jax.data.sources import open_data
 from ats_jax.data.splits import open_documents
 
 BATCH = 6
+PLAIN = Chat(template="plain")
 TWO, MIXED, RISING = LengthBuckets(lengths=2), LengthBuckets(lengths=3), ShortFirst(lengths=3)
 
 
@@ -302,7 +304,7 @@ def test_conversations_keep_whole_and_padding_is_said(write, config, caplog):
   chats = [{"messages": turns(i, 1 + 22 * (i % 16 == 0))} for i in range(200)]
   path = write("c.jsonl", [*chats, {"messages": turns(0, 500)}])
   ds, _ = open_data(
-    config(paths=(str(path),), chat_template="plain", seq_len=256, batch_size=2, order=TWO), 0
+    config(paths=(str(path),), format=PLAIN, seq_len=256, batch_size=2, order=TWO), 0
   )
   assert isinstance(ds, Buckets) and len(ds.info.parts) == 2
   assert ds.info.num_documents == 200 and ds.info.report["skipped"]
@@ -334,6 +336,6 @@ def test_parts_of_which_nothing_is_left_are_refused(write, config):
     {"role": "assistant", "content": "so", "weight": 0},
   ]
   path = write("c.jsonl", [{"messages": silent(1 + 40 * (i % 8 == 0))} for i in range(400)])
-  how = dict(paths=(str(path),), chat_template="plain", seq_len=256, batch_size=2, order=TWO)
+  how = dict(paths=(str(path),), format=PLAIN, seq_len=256, batch_size=2, order=TWO)
   with pytest.raises(ValueError, match=r"Nothing is left .* 400 without a token in the loss"):
     open_data(config(**how), 0)

@@ -128,7 +128,7 @@ def test_roles_of_conversations(write, config, tmp_path):
   say = lambda role, text: {"role": role, "content": text}
   rows = [{"messages": [say("user", "Hello?"), say("assistant", "Yes, hello.")]}] * 3
   write("d/a.jsonl", rows)
-  cfg = config(paths=(str(tmp_path / "d"),), chat_template="chatml", packing="best_fit")
+  cfg = config(paths=(str(tmp_path / "d"),), format="chat", packing="best_fit")
   shown = overview(cfg, open_documents(cfg, 0.0))
   assert set(shown.roles) >= {"user", "assistant"}
   tokens, said = shown.roles["assistant"]

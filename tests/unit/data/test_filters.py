@@ -330,9 +330,9 @@ def test_wrong_filters(filters, message):
 
 
 def test_filters_that_change_text_are_refused_for_conversations():
-  message = "data.filters: repair changes text, and data.chat_template='chatml' reads conversations"
+  message = "data.filters: repair changes text, and data.format=chat reads conversations"
   with pytest.raises(ValueError, match=message):
-    checked(("exact", "repair"), **{"data.chat_template": "chatml"})
+    checked(("exact", "repair"), **{"data.format": "chat"})
 
 
 def test_one_spelling():

@@ -111,7 +111,7 @@ class TestCompressed:
 
 def test_json_lines_of_any_field(write, config):
   path = write("a.ndjson", [{"content": text, "n": i} for i, text in enumerate(TEXTS)])
-  assert texts(path, config, text_field="content")[0] == TEXTS
+  assert texts(path, config, format={"text_field": "content"})[0] == TEXTS
 
 
 def test_array_record(tmp_path, config):

@@ -14,6 +14,7 @@ import numpy as np
 import psutil
 import pytest
 
+from ats_jax.config.schema.text_format import Text
 from ats_jax.data.corpus import prepared, shards, tokenise
 from ats_jax.data.corpus.shards import TokeniseOptions
 from ats_jax.data.splits import open_datasets, open_split, prepare
@@ -230,7 +231,7 @@ class TestRefused:
 
   def test_another_field_or_tokenizer(self, out, write):
     with pytest.raises(ValueError, match=r"text_field='more', but .* was made with 'text'"):
-      open_datasets(dataclasses.replace(self.other, text_field="more"), 0)
+      open_datasets(dataclasses.replace(self.other, format=Text(text_field="more")), 0)
     path = write("tokenizer.json", "{}")
     with pytest.raises(ValueError, match=r"is not a tokenizer\.json"):
       open_datasets(dataclasses.replace(self.other, tokenizer=str(path)), 0)

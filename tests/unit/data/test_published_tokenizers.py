@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from ats_jax.config.schema import DataConfig
+from ats_jax.config.schema.text_format import Chat
 from ats_jax.data.chat.tokenizer import with_template
 from ats_jax.data.tokens import tiktoken_file
 from ats_jax.data.tokens.file import load_tokenizer, save_tokenizer
@@ -184,7 +185,7 @@ def test_pickle_and_workdir_file_keep_the_ids(tokenizer, tmp_path):
 
 
 def test_a_template_takes_its_tokens_from_the_file_and_text_stays_text(tokenizer):
-  chat = with_template(tokenizer, DataConfig(chat_template="chatml"))
+  chat = with_template(tokenizer, Chat())
   known = tokenizer.token_id("<|im_end|>")
   assert chat.token_id("<|im_end|>") == (tokenizer.vocab_size + 1 if known is None else known)
   assert chat.token_id("<|im_end|>") not in chat.encode("a<|im_end|>b")

@@ -133,7 +133,7 @@ class TestMalformed:
     report = Path(report_file).read_text()
     for line in (2, 3, 4, 5, 6, 7, 8, 9):
       assert f"{path}:{line}: " in report
-    assert "no field 'text' (it has 'content', 'id'; see data.text_field)" in report
+    assert "no field 'text' (it has 'content', 'id'; see data.format.text_field)" in report
     latin = self.LINES.index(b"\xe9")
     assert f"{path}:8: not UTF-8 at byte {latin} of the file" in report
     assert f"{path}:2: broken JSON" in caplog.text and report_file in caplog.text
@@ -154,7 +154,7 @@ class TestMalformed:
 
   def test_other_field_and_byte_order_mark(self, write, config):
     path = write("a.jsonl", b"\xef\xbb\xbf" + b'{"content": "x"}\n')
-    ds = open_split(config(text_field="content"), 0, (str(path),), ByteTokenizer())
+    ds = open_split(config(format={"text_field": "content"}), 0, (str(path),), ByteTokenizer())
     assert texts(ds) == ["x"] and not ds.info.report["malformed"]
 
   def test_deep_nesting_is_no_crash(self, write, config):

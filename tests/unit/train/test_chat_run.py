@@ -33,7 +33,7 @@ SETTINGS = {
   "model.d_model": 64,
   "model.d_ff": 128,
   "data.tokenizer": "bytes",
-  "data.chat_template": "chatml",
+  "data.format": "chat",
   "data.packing": "best_fit",
   "data.seq_len": 64,
   "data.batch_size": 8,
@@ -93,7 +93,7 @@ def test_a_run_on_text_knows_no_turns(trained):
 
 @pytest.fixture(scope="module")
 def cfg(settings):
-  return tiny_config(settings | {"data.chat_weights": {"assistant": 1.0, "user": 0.25}})
+  return tiny_config(settings | {"data.format.weights": {"assistant": 1.0, "user": 0.25}})
 
 
 @pytest.fixture(scope="module")

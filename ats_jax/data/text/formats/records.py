@@ -117,7 +117,7 @@ def jsonl(path: str, text_field: str, report: Report) -> Iterator[Piece]:
     where = f"{path}:{line}"
     if text_field not in row:
       has = ", ".join(map(repr, list(row)[:8])) or "nothing"
-      detail = f"no field {text_field!r} (it has {has}; see data.text_field)"
+      detail = f"no field {text_field!r} (it has {has}; see data.format.text_field)"
       report.bad("missing field", where, detail)
     elif not isinstance(row[text_field], str):
       kind = type(row[text_field]).__name__

@@ -7,6 +7,7 @@ import pytest
 
 from ats_jax.config.schema.filters import Exact, Near, Repetition
 from ats_jax.config.schema.setting import Table
+from ats_jax.config.schema.text_format import Chat
 from ats_jax.data.corpus.shards import TokeniseOptions
 from ats_jax.data.filters import sift
 from ats_jax.data.look.audit import audit
@@ -34,7 +35,7 @@ def chats(write, config):
   path = write("chats.jsonl", ROWS)
 
   def make(**changes):
-    usual = dict(paths=(str(path),), chat_template="chatml", seq_len=128, filters=(Exact(),))
+    usual = dict(paths=(str(path),), format=Chat(), seq_len=128, filters=(Exact(),))
     return config(**{**usual, **changes})
 
   return make
@@ -95,7 +96,7 @@ def test_a_kill_and_processes_change_nothing(chats, tmp_path, monkeypatch):
 def test_in_a_mixture_with_text_each_token_comes_once(chats, write):
   text = write("base.jsonl", [{"text": f"text {i % 20}"} for i in range(25)])
   sources = Table(base=(str(text),), chat=chats().paths)
-  mixed = dict(sources=sources, chat_sources=("chat",), mixture=Table(base=1, chat=2))
+  mixed = dict(sources=sources, format=Chat(sources=("chat",)), mixture=Table(base=1, chat=2))
   cfg = chats(paths=(), packing="best_fit", **mixed)
   ds, _ = open_data(cfg, 0)
   assert {name: part.info.num_documents for name, part in ds.info.parts.items()} == {

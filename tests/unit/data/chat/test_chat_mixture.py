@@ -6,6 +6,7 @@ from chat_cases import DIALOGUES
 
 from ats_jax.config.schema.mixture import Phase
 from ats_jax.config.schema.setting import Table
+from ats_jax.config.schema.text_format import Chat
 from ats_jax.data.chat.tokenizer import ChatTokenizer
 from ats_jax.data.look.audit import ReadingPhase, audit
 from ats_jax.data.sources import open_data, open_eval_sets
@@ -22,8 +23,8 @@ def chat_and_text(config, write):
   def make(**changes):
     defaults = dict(
       sources=Table(base=(str(base),), talk=(str(talk),)),
-      chat_template="chatml", packing="best_fit", seq_len=512,
-      chat_sources=("talk", "held"), validation_paths=(str(base),),
+      format=Chat(sources=("talk", "held")), packing="best_fit", seq_len=512,
+      validation_paths=(str(base),),
       validation_sets=Table(held=(str(held),)), batch_size=4,
       phases=(Phase(Table(base=1), steps=3), Phase(Table(base=1, talk=3))),
     )  # fmt: skip
@@ -46,7 +47,7 @@ def test_each_is_read_as_what_it_is(chat_and_text):
   assert asked.any() and batch["loss_mask"][is_talk].any()
 
   alone = chat_and_text(
-    paths=cfg.sources["talk"], sources=Table(), chat_sources=(), phases=(),
+    paths=cfg.sources["talk"], sources=Table(), format=Chat(), phases=(),
     validation_paths=(), validation_sets=Table(), validation_fraction=0.0,
   )  # fmt: skip
   want, _ = open_datasets(alone, 0)

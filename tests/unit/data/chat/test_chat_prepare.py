@@ -8,11 +8,13 @@ import os
 import subprocess
 import sys
 import time
+from typing import cast
 
 import numpy as np
 import psutil
 import pytest
 
+from ats_jax.config.schema.text_format import Chat
 from ats_jax.data.chat import corpus
 from ats_jax.data.corpus import shards
 from ats_jax.data.corpus.shards import TokeniseOptions
@@ -62,7 +64,7 @@ def make(files, config):
 
   def of(template, **changes):
     name = str(files.parent / "t.jinja") if template == "jinja" else template
-    changes = dict(chat_template=name, packing="best_fit", seq_len=512, **changes)
+    changes = dict(format=Chat(template=name), packing="best_fit", seq_len=512, **changes)
     return config(paths=(str(files),), **changes)
 
   return of
@@ -100,6 +102,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from ats_jax.config.schema import DataConfig
+from ats_jax.config.schema.text_format import Chat
 from ats_jax.data.corpus import shards
 from ats_jax.data.chat import corpus
 from ats_jax.data.splits import prepare
@@ -117,7 +120,7 @@ def die(event, arguments, seen=[0]):
 if __name__ == "__main__":
   sys.addaudithook(die)
   cfg = DataConfig(paths=(paths,), tokenizer="bytes", validation_fraction=0.0, seq_len=512,
-                   chat_template=template, packing="best_fit")
+                   format=Chat(template=template), packing="best_fit")
   prepare(cfg, out, shards.TokeniseOptions(workers))
 """
 
@@ -136,7 +139,7 @@ def test_it_goes_on_where_it_was_killed(make, tmp_path, small, template, workers
       sys.executable,
       script,
       *cfg.paths,
-      cfg.chat_template,
+      cast(Chat, cfg.format).template,
       out,
       str(workers),
       str(kill_at),

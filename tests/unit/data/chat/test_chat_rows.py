@@ -12,6 +12,7 @@ from chat_cases import ANSWERS, DIALOGUES, in_loss
 
 from ats_jax.config import base_config, from_config_dict
 from ats_jax.config.schema.setting import Table
+from ats_jax.config.schema.text_format import Chat, Text
 from ats_jax.data.batch import FIELDS
 from ats_jax.data.chat.tokenizer import ChatTokenizer, Form, with_template
 from ats_jax.data.corpus.shards import TokeniseOptions
@@ -34,8 +35,8 @@ def chat_config(config, write):
   """A DataConfig for the twelve dialogues, with a cache of its own."""
   paths = str(write("dialogues.jsonl", DIALOGUES))
 
-  def make(**changes):
-    defaults = dict(paths=(paths,), chat_template="chatml", packing="best_fit", seq_len=512)
+  def make(chat="chat", **changes):
+    defaults = dict(paths=(paths,), format=chat, packing="best_fit", seq_len=512)
     return config(**{**defaults, **changes})
 
   return make
@@ -46,7 +47,7 @@ def test_conversations_are_whole_unless_told_otherwise(chat_config, write, caplo
     train, _ = open_datasets(chat_config(packing="auto"), 0)
   assert "packed by best_fit" in caplog.text
   assert train.info.fingerprint == open_datasets(chat_config(), 0)[0].info.fingerprint
-  text = chat_config(chat_template="", paths=(str(write("a.txt", "x" * 999)),), seq_len=32)
+  text = chat_config("text", paths=(str(write("a.txt", "x" * 999)),), seq_len=32)
   one, other = (
     open_datasets(dataclasses.replace(text, packing=packing), 0)[0]
     for packing in ("auto", "concat")
@@ -77,7 +78,7 @@ def test_rows_have_the_weights_of_their_conversations(chat_config):
 @pytest.mark.parametrize("packing", ["first_fit", "best_fit"])
 def test_each_target_comes_once_with_its_weight(chat_config, packing):
   """On 1, 2, 4 and 7 hosts, and with a change of their number in the middle."""
-  train, _ = open_datasets(chat_config(packing=packing, seq_len=300, chat_weights=WEIGHTS), 3)
+  train, _ = open_datasets(chat_config(Chat(weights=WEIGHTS), packing=packing, seq_len=300), 3)
   assert not [result.difference for result in audit(train) if result.difference]
 
 
@@ -116,14 +117,14 @@ def test_a_run_goes_on_at_its_position(chat_config):
 
 def test_weights_are_not_part_of_the_cached_text_but_of_the_rows(chat_config, tmp_path):
   one, _ = open_datasets(chat_config(), 0)
-  other, _ = open_datasets(chat_config(chat_weights=WEIGHTS), 0)
+  other, _ = open_datasets(chat_config(Chat(weights=WEIGHTS)), 0)
   assert len(list((tmp_path / "cache").glob("corpus-*[!k]"))) == 1
   assert one.info.fingerprint != other.info.fingerprint
   copy = pickle.loads(pickle.dumps(other))
   for name in FIELDS:
     np.testing.assert_array_equal(copy.read_once([0])[name], other.read_once([0])[name])
   assert other.read_once([0])["loss_mask"].sum() > one.read_once([0])["loss_mask"].sum()
-  last, _ = open_datasets(chat_config(chat_answers="last"), 0)
+  last, _ = open_datasets(chat_config(Chat(answers="last")), 0)
   assert last.info.fingerprint not in (one.info.fingerprint, other.info.fingerprint)
 
 
@@ -143,7 +144,7 @@ def test_conversations_longer_than_a_row_are_left_out_and_counted(chat_config, c
 def test_conversations_without_a_token_in_the_loss_are_left_out(chat_config, write):
   muted = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0}]
   path = str(write("muted.jsonl", [{"messages": muted}, {"prompt": "abc", "completion": "def"}]))
-  train, _ = open_datasets(chat_config(paths=(path,), seq_len=8, chat_template="plain"), 0)
+  train, _ = open_datasets(chat_config(Chat(template="plain"), paths=(path,), seq_len=8), 0)
   assert (train.info.num_documents, train.info.report["skipped"]) == (
     1,
     {"without a token in the loss": 1},
@@ -153,7 +154,7 @@ def test_conversations_without_a_token_in_the_loss_are_left_out(chat_config, wri
 def test_what_a_template_has_no_place_for_is_counted(chat_config, write, caplog):
   rows = [*DIALOGUES[:2], {"messages": [{"role": "assistant", "content": "first"}]}]
   path = str(write("some.jsonl", rows))
-  train, _ = open_datasets(chat_config(paths=(path,), chat_template="gemma", seq_len=96), 0)
+  train, _ = open_datasets(chat_config(Chat(template="gemma"), paths=(path,), seq_len=96), 0)
   assert train.info.report["malformed"] == {"turns do not alternate": 1}
   assert f"{path}:3: the template has turns of user and assistant in turn" in caplog.text
 
@@ -175,7 +176,7 @@ def test_conversations_are_prepared_ahead(chat_config, tmp_path):
   one, other = open_datasets(cfg, 0)[0], open_datasets(ahead, 0)[0]
   for name in FIELDS:
     np.testing.assert_array_equal(one.read_once([0])[name], other.read_once([0])[name])
-  for changes in ({"chat_template": "gemma"}, {"chat_template": "", "packing": "concat"}):
+  for changes in ({"format": Chat(template="gemma")}, {"format": Text(), "packing": "concat"}):
     with pytest.raises(ValueError, match="holds ids of another tokenizer"):
       open_datasets(dataclasses.replace(ahead, **changes), 0)
 
@@ -231,8 +232,8 @@ class TestTokenizer:
   def test_one_of_a_run_brings_its_template(self, tmp_path, config):
     made = ChatTokenizer(ByteTokenizer(), Form("gemma"))
     save_tokenizer(made, tmp_path / "tokenizer.json")
-    cfg = config(tokenizer=str(tmp_path / "tokenizer.json"), chat_template="tokenizer")
-    again = with_template(build_tokenizer(cfg, list), cfg)
+    cfg = config(tokenizer=str(tmp_path / "tokenizer.json"))
+    again = with_template(build_tokenizer(cfg, list), Chat(template="tokenizer"), cfg.tokenizer)
     assert again.fingerprint == made.fingerprint
 
   def test_a_tuned_run_may_begin_with_a_run_on_text(self):
@@ -252,8 +253,8 @@ class TestOfAFile:
   """A tokenizer.json that has, or has not, the special tokens of a template."""
 
   def made(self, folder, config, **changes):
-    cfg = config(tokenizer=str(folder / "tokenizer.json"), chat_template="chatml", **changes)
-    return with_template(build_tokenizer(cfg, list), cfg)
+    cfg = config(tokenizer=str(folder / "tokenizer.json"), **changes)
+    return with_template(build_tokenizer(cfg, list), Chat())
 
   def written(self, folder, *added):
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -295,29 +296,29 @@ class TestOfAFile:
       several = [{"name": "tools", "template": ""}, {"name": "default", "template": source}]
       held = {"chat_template": several if holder == "several" else source}
       (folder / "tokenizer_config.json").write_text(json.dumps(held))
-    cfg = config(tokenizer=str(folder / "tokenizer.json"), chat_template="tokenizer")
-    made = with_template(build_tokenizer(cfg, list), cfg)
+    cfg = config(tokenizer=str(folder / "tokenizer.json"))
+    made = with_template(build_tokenizer(cfg, list), Chat(template="tokenizer"), cfg.tokenizer)
     assert isinstance(made, ChatTokenizer) and made.form.source == source
     assert made.end_ids == {257, made.eos_id}
 
   def test_without_one_it_is_said(self, tmp_path, config):
     folder = self.written(tmp_path)
-    cfg = config(tokenizer=str(folder / "tokenizer.json"), chat_template="tokenizer")
+    cfg = config(tokenizer=str(folder / "tokenizer.json"))
     with pytest.raises(ValueError, match=r"neither a chat_template.jinja nor .*Name a .jinja file"):
-      with_template(build_tokenizer(cfg, list), cfg)
-    gone = config(chat_template=str(tmp_path / "gone.jinja"))
+      with_template(build_tokenizer(cfg, list), Chat(template="tokenizer"), cfg.tokenizer)
+    gone = Chat(template=str(tmp_path / "gone.jinja"))
     with pytest.raises(ValueError, match=r"gone.jinja' cannot be read"):
       with_template(ByteTokenizer(), gone)
 
-  def test_of_jinja_only_answers_can_be_weighed(self, tmp_path, config):
+  def test_of_jinja_only_answers_can_be_weighed(self, tmp_path):
     (tmp_path / "a.jinja").write_text("{{ messages }}")
-    cfg = config(chat_template=str(tmp_path / "a.jinja"), chat_weights=WEIGHTS)
+    chat = Chat(template=str(tmp_path / "a.jinja"), weights=Table(WEIGHTS))
     with pytest.raises(ValueError, match=r"weighs user, but of jinja only the answers are known"):
-      with_template(ByteTokenizer(), cfg)
+      with_template(ByteTokenizer(), chat)
 
 
 def test_a_row_is_explained(chat_config):
-  train, _ = open_datasets(chat_config(chat_weights=WEIGHTS), 0)
+  train, _ = open_datasets(chat_config(Chat(weights=WEIGHTS)), 0)
   title, header, *lines = explain.explain(train, 0, coloured=False)
   batch = train.read([0])
   used = int((batch["segment_ids"] > 0).sum())
@@ -345,25 +346,41 @@ def test_a_row_of_text_is_explained(config, write):
 @pytest.mark.parametrize(
   ("changes", "match"),
   [
-    ({"chat_template": "alpaca"}, r"Choose one of: chatml, .*tokenizer for .*\.jinja"),
-    ({"chat_weights": {"assistant": 0.0, "user": 1.0}}, r"never learn to stop.*e.g. assistant=1"),
-    ({"chat_weights": {"user": 1.0}}, "never learn to stop"),
-    ({"chat_weights": {"bot": 1.0}}, "no role 'bot'. The roles are system, user"),
-    ({"chat_weights": {"assistant": 2.0}}, r"chat_weights\['assistant'\]=2.0 is too large"),
-    ({"chat_weights": {"assistant": float("nan")}}, "not a finite number"),
-    ({"chat_weights": {"assistant": "much"}}, "must be float, got 'much'"),
-    ({"chat_answers": "first"}, "Choose one of: all, last"),
-    ({"packing": "concat"}, r"cuts conversations .* set data.packing=best_fit"),
-    ({"chat_template": "", "chat_answers": "last"}, "does nothing with data.chat_template="),
-    ({"chat_template": "", "chat_marks": False}, "does nothing with data.chat_template="),
-    (
-      {"chat_template": "", "chat_weights": {"assistant": 0.5}},
-      "does nothing with data.chat_template=",
-    ),
+    ({"template": "alpaca"}, r"Choose one of: chatml, .*tokenizer for .*\.jinja"),
+    ({"weights": {"assistant": 0.0, "user": 1.0}}, r"never learn to stop.*e.g. assistant=1"),
+    ({"weights": {"user": 1.0}}, "never learn to stop"),
+    ({"weights": {"bot": 1.0}}, "no role 'bot'. The roles are system, user"),
+    ({"weights": {"assistant": 2.0}}, r"format.weights\['assistant'\]=2.0 is too large"),
+    ({"weights": {"assistant": float("nan")}}, "not a finite number"),
+    ({"weights": {"assistant": "much"}}, "must be float, got 'much'"),
+    ({"answers": "first"}, "Choose one of: all, last"),
+    ({"text_field": "content"}, r"text_field=content does nothing with data.format.sources="),
   ],
 )
-def test_settings_that_contradict_are_refused(changes, match):
+def test_wrong_settings_are_refused(changes, match):
   values = base_config()
-  values.data.update({"chat_template": "chatml", "packing": "best_fit", **changes})
+  values.data.format = {"name": "chat", **changes}
   with pytest.raises(ValueError, match=match):
     from_config_dict(values)
+
+
+def test_conversations_are_not_cut():
+  data = {"format": "chat", "packing": "concat"}
+  with pytest.raises(ValueError, match=r"cuts conversations .* set data.packing=best_fit"):
+    from_config_dict({"data": data})
+  assert from_config_dict({"data": {"format": "chat"}}).data.packing_kind == "best_fit"
+  assert from_config_dict({"data": {"format": "text"}}).data.packing_kind == "concat"
+
+
+@pytest.mark.parametrize("name", ["template", "sources", "weights", "answers", "marks"])
+def test_text_has_no_setting_of_conversations(name):
+  value = getattr(Chat(), name)
+  with pytest.raises(ValueError, match=f"data.format.{name} is a setting of data.format.name=chat"):
+    from_config_dict({"data": {"format": {"name": "text", name: value}}})
+
+
+def test_a_source_has_the_format_that_is_said_of_it():
+  chat = Chat(text_field="body", sources=("talk",), answers="last")
+  assert chat.of_source("web") == chat.of_source("") == Text(text_field="body")
+  assert chat.of_source("talk") == Chat(answers="last")
+  assert Chat().of_source("web") == Chat() and Text().of_source("web") == Text()

@@ -86,14 +86,14 @@ def test_the_tokenizers_own_tokens_are_known_by_role():
 
 
 def test_marks_that_leave_out_the_end_are_refused_with_the_setting_that_mends_it():
-  with pytest.raises(ValueError, match=r"never learn to stop.*data.chat_marks=false"):
+  with pytest.raises(ValueError, match=r"never learn to stop.*data.format.marks=false"):
     template(END_NOT_MARKED).ends  # noqa: B018
   mended = template(END_NOT_MARKED, marks=False)
   assert answers(mended.render(QUESTION)) == ["b<|im_end|>"]
 
 
 def test_a_template_without_an_end_is_refused():
-  with pytest.raises(ValueError, match=r"no special token.*data.chat_template=chatml"):
+  with pytest.raises(ValueError, match=r"no special token.*data.format.template=chatml"):
     template(NO_END).ends  # noqa: B018
   with pytest.raises(ValueError, match="no special token"):  # the tokenizer does not know it
     template(PLAIN, special=()).ends  # noqa: B018

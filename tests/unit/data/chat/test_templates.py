@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from chat_cases import ANSWERS, DIALOGUES, FAMILIES, NAMES, TEXTS, conversation, in_loss, text_of
 
-from ats_jax.config.chat import TEMPLATES
+from ats_jax.config.schema.text_format import TEMPLATES
 from ats_jax.data.chat.conversation import Conversation, MalformedError, Message
 from ats_jax.data.chat.segments import weight_table, written
 from ats_jax.data.chat.templates import PUBLISHED
@@ -167,5 +167,5 @@ def test_turns_that_do_not_alternate_are_named(family, roles):
 )
 def test_tools_need_a_template_that_knows_them(turns, tools, match):
   messages = (Message("user", "x"), *turns, Message("assistant", "y"))
-  with pytest.raises(MalformedError, match=f"{match}.*data.chat_template=tokenizer"):
+  with pytest.raises(MalformedError, match=f"{match}.*data.format.template=tokenizer"):
     PUBLISHED["chatml"].render(Conversation(messages, tools))
