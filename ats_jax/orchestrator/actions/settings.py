@@ -74,7 +74,7 @@ class ChangeSettings(Action):
     opt_state, optimizer = state.opt_state, new.optimizer
     if isinstance(optimizer, AdamW):
       opt_state = within_bound(opt_state, optimizer.b1, optimizer.b2)
-    return dataclasses.replace(state, opt_state=opt_state, reflex=state.reflex.allowing(wanted))
+    return dataclasses.replace(state, opt_state=opt_state, reflex=state.reflex.allow_rate(wanted))
 
   def tell(self, host: Host, step: int, reason: str) -> None:
     """Only the loop can."""
