@@ -31,7 +31,7 @@ class Pieces(NamedTuple):
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
   """Put it in cuDNN's place."""
-  monkeypatch.setattr(_compat, "cudnn_attention", forward)
+  monkeypatch.setattr(_compat, "cudnn_attention_forward", forward)
   monkeypatch.setattr(_compat, "cudnn_attention_backward", backward)
 
 

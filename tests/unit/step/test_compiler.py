@@ -42,7 +42,7 @@ def test_an_option_of_the_run_that_xla_refuses_is_an_error():
 
 def test_a_default_that_xla_refuses_is_left_out_with_a_warning(monkeypatch, caplog):
   table = {"xla_gpu_none": "1", "xla_gpu_enable_dynamic_slice_fusion": "false"}
-  monkeypatch.setattr(compiler, "usual", lambda cfg, device: table)
+  monkeypatch.setattr(compiler, "default_options", lambda cfg, device: table)
   with caplog.at_level(logging.WARNING):
     assert options({}, "NVIDIA H200") == {"xla_gpu_enable_dynamic_slice_fusion": False}
   assert "xla_gpu_none=1, a default of NVIDIA H200, is left out" in caplog.text
