@@ -123,7 +123,7 @@ def ours(folder: Path, tokens: np.ndarray, out: Path) -> None:
   from ats_jax.checkpoint import abstract_like
   from ats_jax.config.build import resolve
   from ats_jax.model.decoder import Decoder
-  from ats_jax.model.mod import rules_at
+  from ats_jax.model.forward_pass import rules_at
   from ats_jax.model.numerics import numerics
   from ats_jax.sharding.mesh import make_mesh
 

@@ -17,7 +17,7 @@ from ats_jax.config import Config, from_config_dict
 from ats_jax.config.schema import MoDConfig
 from ats_jax.config.schema.setting import Table
 from ats_jax.data.batch import random_batch
-from ats_jax.planner.abstract import abstract_batch, resolve_without_data
+from ats_jax.planner.abstract import batch_on_mesh, resolve_without_data
 from ats_jax.sharding.mesh import make_mesh, to_global
 from ats_jax.step.program import Program, make_program
 from ats_jax.verbs import cli
@@ -79,7 +79,7 @@ def _step_flops(program: Program) -> int:
   ops = dataclasses.replace(program.cfg.ops, kernels=Table(attention="xla", grouped_matmul="xla"))
   program = make_program(dataclasses.replace(program.cfg, ops=ops))
   data, accum = program.cfg.data, program.cfg.step.accum_steps
-  batch = abstract_batch(accum, data.batch_size // accum, data.seq_len)
+  batch = batch_on_mesh(accum, data.batch_size // accum, data.seq_len)
   rules = program.training_rules(program.cfg.num_steps)
   return matmul_flops(program.train_step, program.init(abstract=True), batch, rules)
 

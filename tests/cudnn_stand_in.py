@@ -31,15 +31,15 @@ class Pieces(NamedTuple):
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
   """Put it in cuDNN's place."""
-  monkeypatch.setattr(_compat, "cudnn_attention", forward)
+  monkeypatch.setattr(_compat, "cudnn_attention_forward", forward)
   monkeypatch.setattr(_compat, "cudnn_attention_backward", backward)
 
 
-def forward(q, k, v, starts, lengths, scale, window=None, of_keys=None):
-  """As `_compat.cudnn_attention`."""
+def forward(q, k, v, starts, lengths, scale, window=None, key_bounds=None):
+  """As `_compat.cudnn_attention_forward`."""
   dtype, (q, k, v) = q.dtype, in_float32(q, k, v)
-  of_q, of_k = pieces(q, k, starts, lengths, of_keys)
-  scores = scores_of(q, k, of_q, of_k, scale, window, is_causal=of_keys is None)
+  of_q, of_k = pieces(q, k, starts, lengths, key_bounds)
+  scores = scores_of(q, k, of_q, of_k, scale, window, is_causal=key_bounds is None)
   lse = jax.nn.logsumexp(scores, axis=-1)  # [kv heads, group, tokens of the batch]
   y = jnp.einsum("kgts,skh->tkgh", weights(scores, lse), flat(v)).reshape(q.shape)
   y = jnp.where(of_q.piece_X.reshape(*q.shape[:2], 1, 1) >= 0, y, jnp.nan)
@@ -50,11 +50,11 @@ def forward(q, k, v, starts, lengths, scale, window=None, of_keys=None):
   return y.astype(dtype), jnp.where(written[:, None], jnp.swapaxes(lse[:, token], 0, 1), jnp.nan)
 
 
-def backward(q, k, v, starts, lengths, y, lse, dy, scale, window=None, of_keys=None):
+def backward(q, k, v, starts, lengths, y, lse, dy, scale, window=None, key_bounds=None):
   """As `_compat.cudnn_attention_backward`: FlashAttention-2 (arXiv:2307.08691), algorithm 2."""
   dtype, (q, k, v, y, dy) = q.dtype, in_float32(q, k, v, y, dy)
-  of_q, of_k = pieces(q, k, starts, lengths, of_keys)
-  scores = scores_of(q, k, of_q, of_k, scale, window, is_causal=of_keys is None)
+  of_q, of_k = pieces(q, k, starts, lengths, key_bounds)
+  scores = scores_of(q, k, of_q, of_k, scale, window, is_causal=key_bounds is None)
   by_head = lambda a: jnp.moveaxis(a, -1, 0).reshape(k.shape[2], -1, a.shape[0])  # [k, g, t]
   grouped = lambda a: flat(a).reshape(len(of_q.piece_X), k.shape[2], -1, a.shape[-1])
   p = weights(scores, by_head(lse[of_q.piece_X, :, of_q.place_X]))
@@ -70,12 +70,12 @@ def backward(q, k, v, starts, lengths, y, lse, dy, scale, window=None, of_keys=N
   return at(of_q, dq, q), at(of_k, dk, k), at(of_k, dv, v)
 
 
-def pieces(q: Any, k: Any, starts: Any, lengths: Any, of_keys: Any) -> tuple[Pieces, Pieces]:
+def pieces(q: Any, k: Any, starts: Any, lengths: Any, key_bounds: Any) -> tuple[Pieces, Pieces]:
   """Of the queries and of the keys."""
   if starts is None:
     batch, seq = q.shape[:2]
     starts, lengths = (jnp.tile(jnp.array(a), (batch, 1)) for a in ([0, -1, -1], [seq, -1]))
-  k_starts, k_lengths = of_keys or (starts, lengths)
+  k_starts, k_lengths = key_bounds or (starts, lengths)
   assert lengths.shape[1] > 1  # or cuDNN takes the layout of rows that are not packed
   fixed = _compat.cudnn._fix_seqlen_offsets(lengths, k_lengths, starts, k_starts, q, k)
   q_lengths, kv_lengths, q_offsets, kv_offsets = (a.reshape(-1) for a in fixed)

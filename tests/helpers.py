@@ -15,7 +15,7 @@ from ats_jax.config.names import all_settings, conditions
 from ats_jax.config.schema.mixture import Phase
 from ats_jax.config.schema.setting import Table
 from ats_jax.model.decoder import Decoder
-from ats_jax.model.mod import Pass
+from ats_jax.model.forward_pass import Pass
 from ats_jax.model.numerics import numerics
 from ats_jax.ops.implementations import OPS
 from ats_jax.ops.registry import Kernels

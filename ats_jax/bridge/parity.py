@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ats_jax.model.decoder import Decoder
-from ats_jax.model.mod import Pass
+from ats_jax.model.forward_pass import Pass
 from ats_jax.sharding.apply import num_shards, reshard
 
 ROWS = 2  # of random tokens that are compared

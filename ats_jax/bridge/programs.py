@@ -14,8 +14,8 @@ from ats_jax.bridge.safetensors_file import Slot, Writer
 from ats_jax.checkpoint import layout
 from ats_jax.config.schema import Config
 from ats_jax.model.decoder import Decoder
+from ats_jax.model.forward_pass import Pass
 from ats_jax.model.layout import stacks
-from ats_jax.model.mod import Pass
 from ats_jax.sharding.apply import reshard
 
 OPSETS = range(18, 24)

@@ -11,7 +11,7 @@ import numpy as np
 from ats_jax.config.schema import SampleConfig
 from ats_jax.data.tokens.tokenizer import StreamDecoder, Tokenizer
 from ats_jax.model.decoder import Cache, Decoder
-from ats_jax.model.mod import Pass
+from ats_jax.model.forward_pass import Pass
 from ats_jax.sharding.apply import num_shards, reshard
 from ats_jax.sharding.rules import whole_rows
 

@@ -26,7 +26,7 @@ RopeTable = tuple[jax.Array, jax.Array]
 
 
 class KVCache(NamedTuple):
-  """Keys and values of the tokens seen so far; stacked over layers by the decoder."""
+  """The keys and values of the tokens seen so far. The decoder stacks them over layers."""
 
   k_BSKH: jax.Array
   v_BSKH: jax.Array
@@ -39,10 +39,10 @@ class Attention(nnx.Module):
     """Draw the weights.
 
     Args:
-      cfg: sizes, and what there is beside projections.
-      num: dtypes, and what runs.
-      rngs: gives a key a projection.
-      window: tokens that a query sees; None = all.
+      cfg: sizes and options of the attention.
+      num: dtypes and implementations.
+      rngs: the source of one key for each projection.
+      window: how many tokens a query sees, its own included; None = all before it.
     """
     self.num, self.window = num, window
     self.soft_cap = cfg.attn_soft_cap or None
@@ -126,14 +126,14 @@ class Attention(nnx.Module):
     return checkpoint_name(self.out(y_BTNH, fp8=fp8), ATTENTION_OUT), cache
 
   def empty_cache(self, shape: tuple[int, int, int], dtype: jnp.dtype) -> KVCache:
-    """A cache [layers, batch, slots] of zeros."""
+    """An empty cache; `shape` is [layers, batch, slots]."""
     _, kv_heads, head_dim = self.k.weight.shape[-3:]
     axes = spec(None, "batch", "seq", "kv_heads", "head_dim")
     zeros = lambda: jnp.zeros((*shape, kv_heads, head_dim), dtype, out_sharding=axes)
     return KVCache(zeros(), zeros())
 
   def parts(self) -> Iterator[tuple[str, Any]]:
-    """Its parameters by part of a model's count (`model.count`)."""
+    """Yield the parameters with the part of the model that they are counted in (`model.count`)."""
     yield "attention", (self.q, self.k, self.v, self.out, self.sinks)
     yield "norms", (self.q_norm, self.k_norm)
 

@@ -13,31 +13,32 @@ from flax import nnx
 
 from ats_jax.config.schema import Config, ModelConfig
 from ats_jax.model.attention import Attention, KVCache, RopeTable
+from ats_jax.model.forward_pass import Pass
 from ats_jax.model.layer_kinds import LayerKind
 from ats_jax.model.layers import MLP, RMSNorm
-from ats_jax.model.mod import Depth, Pass
 from ats_jax.model.numerics import Numerics
 from ats_jax.model.random import Purpose, maybe_fold
 from ats_jax.model.stats import LayerStats, MoEStats
 from ats_jax.ops.attention.causal import ROW_AXES
 from ats_jax.ops.rope import Scaling, rope_table
-from ats_jax.sharding.apply import of_own_rows, reshard
+from ats_jax.sharding.apply import draw_own_rows, reshard
 
 if TYPE_CHECKING:
   from ats_jax.model.latent_attention import LatentCache
+  from ats_jax.model.mod import DepthRouter
 
 
-class Tokens(NamedTuple):
-  """What a block knows of its tokens beside their activations.
+class TokenContext(NamedTuple):
+  """What a block is given about its tokens in addition to their activations.
 
   Attributes:
-    positions_BT: int32, in their document.
+    positions_BT: int32 position of each token in its document.
     segment_ids_BT: int32; tokens of different segments do not see each other; 0 = padding.
     rope: cosines and sines of the positions.
-    slot_BT: int32 where their keys and values go in a cache; None without one.
-    window_rope: `rope` of layers with a window; None = the same.
-    row_ids_BT: the segment ids on every device along a row, gathered once for the attention of all
-      layers; None = as they are.
+    slot_BT: int32 cache slot of each token's keys and values; None without a cache.
+    window_rope: the cosines and sines of layers with a window; None = `rope`.
+    row_ids_BT: the segment ids of whole rows on every device along a row, gathered once for the
+      attention of all layers; None = `segment_ids_BT`.
   """
 
   positions_BT: jax.Array
@@ -53,17 +54,17 @@ def tokens_at(
   positions_BT: jax.Array,
   segment_ids_BT: jax.Array,
   slot_BT: jax.Array | None = None,
-) -> Tokens:
-  """`Tokens` with the rotary tables of their positions."""
+) -> TokenContext:
+  """Build a `TokenContext`, with the rotary tables of the positions."""
   scaling, h = rope_scaling(cfg), cfg.latent_rope_dim or cfg.head_dim
   table = rope_table(positions_BT, h, cfg.rope_theta, scaling)
   other = rope_table(positions_BT, h, cfg.window_rope_theta) if cfg.window_rope_theta else None
   row_ids_BT = reshard(segment_ids_BT, *ROW_AXES)
-  return Tokens(positions_BT, segment_ids_BT, table, slot_BT, other, row_ids_BT)
+  return TokenContext(positions_BT, segment_ids_BT, table, slot_BT, other, row_ids_BT)
 
 
 def rope_scaling(cfg: ModelConfig) -> Scaling:
-  """The settings of rotary frequencies as `ops.rope` takes them."""
+  """Translate `model.rope_scaling` to the arguments of `ops.rope`."""
   values = dataclasses.asdict(cfg.rope_scaling)
   kind = values.pop("name")
   if kind == "yarn" and not values["concentration"]:
@@ -72,12 +73,12 @@ def rope_scaling(cfg: ModelConfig) -> Scaling:
 
 
 class LayerCache(NamedTuple):
-  """What generation remembers of a layer.
+  """The state of one layer during generation.
 
   Attributes:
-    kv: keys and values, or what they are made of; in a layer that whole blocks skip, of the tokens
-      that went through.
-    taken_B: int32 places that they took; None in a layer for all tokens.
+    kv: keys and values, or the latents that they are computed from. With `mod.scope=block`, a layer
+      that skips tokens holds only those of the tokens that went through.
+    taken_B: int32, how many places each row has used; None in a layer that skips no token.
   """
 
   kv: "KVCache | LatentCache"
@@ -88,8 +89,8 @@ def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
   """Zero each element with probability `rate` and scale the rest; no-op without a key."""
   if key is None or rate == 0.0:
     return x
-  draw = lambda shape, cut: jax.random.bernoulli(key, 1.0 - rate, shape, out_sharding=cut)
-  keep = of_own_rows(draw, x.shape, jax.typeof(x).sharding.spec)
+  draw = lambda shape, spec: jax.random.bernoulli(key, 1.0 - rate, shape, out_sharding=spec)
+  keep = draw_own_rows(draw, x.shape, jax.typeof(x).sharding.spec)
   return jnp.where(keep, x / (1.0 - rate), jnp.zeros_like(x))
 
 
@@ -117,12 +118,17 @@ class Block(nnx.Module):
     else:
       self.mlp = MLP(model, num, rngs, model.d_ff)
     self.mlp_post_norm = norm() if model.post_norms else None
-    self.depth = Depth(cfg, num, rngs) if kind.mod else None
+    if kind.mod:
+      from ats_jax.model.mod import DepthRouter
+
+      self.depth = DepthRouter(cfg, num, rngs)
+    else:
+      self.depth = None
 
   def __call__(
     self,
     x_BTD: jax.Array,
-    tokens: Tokens,
+    tokens: TokenContext,
     rules: Pass,
     *,
     layer: jax.Array,
@@ -133,35 +139,36 @@ class Block(nnx.Module):
     """Map [batch, seq, d_model] to the same shape.
 
     Args:
-      x_BTD: the residual stream, positions cut as "residual_seq".
-      tokens: about its tokens, positions cut as "seq".
-      rules: of this pass.
+      x_BTD: the residual stream, its positions sharded as "residual_seq".
+      tokens: positions, segments and cache slots, their positions sharded as "seq".
+      rules: how sparse layers choose in this pass.
       layer: int32 index of this layer.
-      key: of this layer and micro-batch, for dropout and noise; None = neither.
-      cache: what earlier tokens left (generation).
-      fp8: multiply in 8 bits; not in a layer that skips tokens.
+      key: the key of this layer and micro-batch, for dropout and noise; None = neither.
+      cache: the layer's state after the earlier tokens (generation only).
+      fp8: multiply in 8 bits; not supported in a layer that skips tokens.
 
     Returns:
-      The stream, statistics, which tokens went through (bool [batch, seq]), the extended cache.
+      The residual stream, statistics, which tokens went through (bool [batch, seq]), and the
+      extended cache (None without one).
     """
     if self.depth is not None:
       assert not fp8
-      return self._for_some(self.depth, x_BTD, tokens, rules, layer, key, cache)
+      return self._route_through(self.depth, x_BTD, tokens, rules, layer, key, cache)
     y_BTD, kv = self._attend(x_BTD, tokens, key, None if cache is None else cache.kv, fp8)
     x_BTD = x_BTD + y_BTD
     y_BTD, moe = self._feed(x_BTD, tokens, rules, key, fp8)
     cache = None if kv is None else LayerCache(kv, None)
     return x_BTD + y_BTD, LayerStats(moe, None), tokens.segment_ids_BT > 0, cache
 
-  def _for_some(self, depth: Depth, x_BTD, tokens, rules, layer, key, cache):
+  def _route_through(self, depth: "DepthRouter", x_BTD, tokens, rules, layer, key, cache):
     """Only the tokens that `depth` chooses go through the block, or through its feed-forward."""
     kv = None if cache is None else cache.kv
     if self.scope == "ffn":
       y_BTD, kv = self._attend(x_BTD, tokens, key, kv)
       x_BTD = x_BTD + y_BTD
     seq = x_BTD.shape[1]
-    in_all = seq if cache is None else self._places_in_all(cache, rules)
-    places = rules.places(seq) if cache is None else min(seq, in_all)
+    total_places = seq if cache is None else self._total_places(cache, rules)
+    places = rules.places(seq) if cache is None else min(seq, total_places)
     chosen, mod = depth(
       x_BTD,
       tokens.positions_BT,
@@ -170,23 +177,23 @@ class Block(nnx.Module):
       layer=layer,
       key=maybe_fold(key, Purpose.DEPTH),
       places=places,
-      room_B=None if cache is None else in_all - cache.taken_B,
+      free_places_B=None if cache is None else total_places - cache.taken_B,
     )
     slot_BC = None
     if cache is not None:  # an empty place goes past the end of the cache: it is not written
       slot_BC = cache.taken_B[:, None] + jnp.arange(places)
-      slot_BC = jnp.where(chosen.filled_BC, slot_BC, in_all)
+      slot_BC = jnp.where(chosen.filled_BC, slot_BC, total_places)
     positions_BC = chosen.take_ids(tokens.positions_BT, 0)
     segment_ids_BC = chosen.take_ids(tokens.segment_ids_BT, 0)
-    some = tokens_at(self.cfg, positions_BC, segment_ids_BC, slot_BC)
+    routed = tokens_at(self.cfg, positions_BC, segment_ids_BC, slot_BC)
 
     def through(x_BTD):
       x_BCD, new_kv = chosen.take(x_BTD), kv
       if self.scope == "ffn":
-        y_BCD, moe = self._feed(x_BCD, some, rules, key)
+        y_BCD, moe = self._feed(x_BCD, routed, rules, key)
       else:
-        attended_BCD, new_kv = self._attend(x_BCD, some, key, kv)
-        y_BCD, moe = self._feed(x_BCD + attended_BCD, some, rules, key)
+        attended_BCD, new_kv = self._attend(x_BCD, routed, key, kv)
+        y_BCD, moe = self._feed(x_BCD + attended_BCD, routed, rules, key)
         y_BCD += attended_BCD
       return chosen.put(y_BCD), new_kv, moe
 
@@ -205,15 +212,15 @@ class Block(nnx.Module):
       cache = LayerCache(kv, taken_B)
     return x_BTD + y_BTD, LayerStats(moe, mod), chosen.slot_BT < places, cache
 
-  def _places_in_all(self, cache: LayerCache, rules: Pass) -> int:
-    """Places of a whole row, of which a cache holds keys and values of all or of these tokens."""
+  def _total_places(self, cache: LayerCache, rules: Pass) -> int:
+    """The number of places that a whole row of the cache's length has in this layer."""
     length = cache.kv[0].shape[1]
     return rules.places(length) if self.scope == "ffn" else length
 
   def _attend(
     self,
     x_BTD: jax.Array,
-    tokens: Tokens,
+    tokens: TokenContext,
     key: jax.Array | None,
     kv: Any,
     fp8: bool = False,
@@ -235,7 +242,12 @@ class Block(nnx.Module):
     return dropout(y_BTD, self.cfg.dropout, maybe_fold(key, Purpose.ATTENTION_DROPOUT)), kv
 
   def _feed(
-    self, x_BTD: jax.Array, tokens: Tokens, rules: Pass, key: jax.Array | None, fp8: bool = False
+    self,
+    x_BTD: jax.Array,
+    tokens: TokenContext,
+    rules: Pass,
+    key: jax.Array | None,
+    fp8: bool = False,
   ) -> tuple[jax.Array, MoEStats | None]:
     x_BTD, moe = self.mlp_norm(x_BTD), None
     if isinstance(self.mlp, MLP):

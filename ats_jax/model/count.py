@@ -13,7 +13,7 @@ from ats_jax.model.layer_kinds import LayerKind
 from ats_jax.model.layout import mod_tokens
 from ats_jax.model.param import trainable
 
-PARTS: tuple[str, ...] = (
+COUNTED_PARTS: tuple[str, ...] = (
   "embedding",
   "attention",
   "dense feed-forward",
@@ -24,12 +24,12 @@ PARTS: tuple[str, ...] = (
 )
 
 
-class Part(NamedTuple):
-  """Parameters of one part of a model.
+class PartCount(NamedTuple):
+  """The number of parameters in one part of a model.
 
   Attributes:
-    total: all of them.
-    active: those that a token is multiplied with, on average.
+    total: all parameters of the part.
+    active: the parameters that a token is multiplied with, on average.
   """
 
   total: int
@@ -38,12 +38,12 @@ class Part(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
-  """Sizes of a model.
+  """The parameters and FLOPs of a model.
 
   Attributes:
-    parameters: all of them.
-    active: those that a token is multiplied with, on average: top_k of the experts (fewer where
-      null experts take choices), and the places' share of a layer that skips tokens.
+    parameters: the number of all parameters.
+    active: the parameters that a token is multiplied with, on average: top_k of the experts (fewer
+      where null experts take choices), and the capacity's share of a layer that skips tokens.
     flops_causal: training FLOPs per token: 6 x (active parameters without the input embedding)
       plus causal attention (each query sees half of the keys, or those of its window). The
       convention of our MFU.
@@ -53,7 +53,7 @@ class Counts:
       value's width, as training computes it.
     by_routed: coefficients (c0, c1, c2) of `flops_causal` as c0 + c1 s + c2 s^2, where s is the
       share of tokens that goes through each layer which skips some.
-    parts: the parameters by part, for each name in `PARTS`. The table of a tied model counts as
+    parts: the parameters by part, for each of `COUNTED_PARTS`. The table of a tied model counts as
       embedding; shared experts, which every token uses, as dense feed-forward.
   """
 
@@ -62,13 +62,13 @@ class Counts:
   flops_causal: float
   flops_full: float
   by_routed: tuple[float, float, float]
-  parts: dict[str, Part]
+  parts: dict[str, PartCount]
 
   def flops_saved(self, routed: float) -> float:
-    """Share of a token's training FLOPs that skipping saves, against the same model without it.
+    """The share of a token's training FLOPs saved by layers that skip tokens.
 
     Args:
-      routed: share of tokens that goes through a layer which skips some.
+      routed: the share of tokens that goes through each such layer; 1 saves nothing.
     """
     c0, c1, c2 = self.by_routed
     return 1.0 - (c0 + c1 * routed + c2 * routed * routed) / (c0 + c1 + c2)
@@ -88,8 +88,8 @@ def count(cfg: Config, model: Any, seq_len: int) -> Counts:
 
 
 def _count(cfg: Config, model: Any, seq_len: int, mod_share: float) -> Counts:
-  """`count` with a share of tokens that goes through layers which skip some; no `by_routed`."""
-  total, active = dict.fromkeys(PARTS, 0), dict.fromkeys(PARTS, 0.0)
+  """`count` for a given share of tokens through layers that skip some; without `by_routed`."""
+  total, active = dict.fromkeys(COUNTED_PARTS, 0), dict.fromkeys(COUNTED_PARTS, 0.0)
 
   def add(part: str, parameters: int, share: float = 1.0) -> None:
     total[part] += parameters
@@ -124,21 +124,21 @@ def _count(cfg: Config, model: Any, seq_len: int, mod_share: float) -> Counts:
     flops_causal=6.0 * (all_active - table) + attention / 2,
     flops_full=6.0 * all_active + attention,
     by_routed=(0.0, 0.0, 0.0),
-    parts={name: Part(total[name], active[name]) for name in PARTS},
+    parts={name: PartCount(total[name], active[name]) for name in COUNTED_PARTS},
   )
 
 
 def window_share(window: int, seq_len: int) -> float:
-  """Keys that the queries of a row see in a window, over those that they see without one.
+  """The share of a row's query-key pairs that is left with a window, between 0 and 1.
 
-  In the convention of half a row: a query sees its own key by half.
+  A query's own key counts half, as in the convention that causal attention is half of a square.
   """
   share = min(1.0, window / seq_len)
   return share * (2.0 - share)
 
 
 def size(tree: Any) -> int:
-  """Parameters in a (possibly abstract) part of a model; buffers are none."""
+  """Count the parameters in a (possibly abstract) part of a model, without buffers."""
   return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(trainable(tree)))
 
 
@@ -148,7 +148,7 @@ def _attention_parts(layer: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _feed_parts(cfg: Config, kind: LayerKind, layer: Any) -> Iterator[tuple[str, Any, float]]:
-  """Part, parameters and the share of them that a token in the layer is multiplied with."""
+  """Yield each part, its parameters, and the share of them that a token is multiplied with."""
   moe, mlp = cfg.moe, layer.mlp
   yield "norms", (layer.mlp_norm, layer.mlp_post_norm), 1.0
   if not kind.moe:

@@ -12,17 +12,17 @@ from flax import nnx
 
 from ats_jax.config.schema import Config
 from ats_jax.model.block import Block, LayerCache, tokens_at
+from ats_jax.model.forward_pass import Pass
 from ats_jax.model.fp8 import fp8_layers
 from ats_jax.model.layer_kinds import LayerKind
 from ats_jax.model.layers import RMSNorm, Weight
 from ats_jax.model.layout import Segment, segments_of
-from ats_jax.model.mod import Pass
 from ats_jax.model.numerics import Numerics
 from ats_jax.model.param import Role, head_std
 from ats_jax.model.stack import Body, Layers
 from ats_jax.model.stats import StackStats
 from ats_jax.ops.embedding import embedding_lookup
-from ats_jax.sharding.apply import einsum, lay, reshard, row_axis
+from ats_jax.sharding.apply import einsum, ensure_sharding, reshard, row_axis
 from ats_jax.sharding.rules import spec
 
 # For each segment, for each place of its super-block: caches with a leading [repeats].
@@ -71,47 +71,49 @@ class Decoder(nnx.Module):
     """Run the stack; `logits` or the loss op turns the result into scores.
 
     Args:
-      tokens_BT: int32 [batch, seq]; of a micro-batch, or of all that `Stack.join` joined.
-      positions_BT: int32, for RoPE; restart at 0 in each segment.
+      tokens_BT: int32 [batch, seq]: a micro-batch, or all micro-batches joined by `Stack.join`.
+      positions_BT: int32 positions for RoPE, which restart at 0 in each segment.
       segment_ids_BT: int32; tokens of different segments do not see each other; 0 = padding.
       rules: how sparse layers choose.
-      key: of these rows, for dropout, noise and random routing; None = none of them.
+      key: the key of these rows, for dropout, noise and random routing; None = none of them.
 
     Returns:
-      Final normalised activations [batch, seq, d_model] in the compute dtype, positions cut as
-      "residual_seq", and statistics of the sparse layers.
+      Final normalised activations [batch, seq, d_model] in the compute dtype, positions sharded
+      as "residual_seq", and statistics of the sparse layers.
     """
     tokens_BT, positions_BT, segment_ids_BT = (
       reshard(a, row_axis(a.shape[0]), "seq") for a in (tokens_BT, positions_BT, segment_ids_BT)
     )
     skips = any(kind.mod for segment in self.layout for kind in segment.kinds)
-    of_stream = row_axis(tokens_BT.shape[0]), "residual_seq"
-    depth_BT = lay(jnp.zeros_like(segment_ids_BT), *of_stream) if skips else None
-    x_BTD = lay(self._lookup(tokens_BT), *of_stream, "act_embed")
-    carry, beside = (x_BTD, depth_BT), (positions_BT, segment_ids_BT)
+    stream_axes = row_axis(tokens_BT.shape[0]), "residual_seq"
+    depth_BT = ensure_sharding(jnp.zeros_like(segment_ids_BT), *stream_axes) if skips else None
+    x_BTD = ensure_sharding(self._lookup(tokens_BT), *stream_axes, "act_embed")
+    carry, side_inputs = (x_BTD, depth_BT), (positions_BT, segment_ids_BT)
     layers = [
       Layers(blocks, segment.layer_indices(0), self._formats(segment, rules))
       for segment, blocks in zip(self.layout, self.segments, strict=True)
     ]
     body_of = functools.partial(self._body, rules)
-    carry, stats = self.num.stack.run(body_of, layers, carry, beside, key, training=rules.training)
+    carry, stats = self.num.stack.run(
+      body_of, layers, carry, side_inputs, key, training=rules.training
+    )
     x_BTD, depth_BT = carry
-    x_BTD, valid_BT = self.final_norm(x_BTD), lay(segment_ids_BT, *of_stream) > 0
+    x_BTD, valid_BT = self.final_norm(x_BTD), ensure_sharding(segment_ids_BT, *stream_axes) > 0
     return x_BTD, StackStats(tuple(stats), self._depth_counts(depth_BT, valid_BT))
 
-  def _body(self, rules: Pass, beside: Any, key: jax.Array | None) -> Body:
-    """What a super-block computes.
+  def _body(self, rules: Pass, side_inputs: Any, key: jax.Array | None) -> Body:
+    """Make the function of one super-block.
 
     Args:
-      rules: of this pass.
-      beside: positions and segment ids.
-      key: of this micro-batch.
+      rules: how sparse layers choose.
+      side_inputs: positions_BT and segment_ids_BT.
+      key: the key of this micro-batch, or None.
 
     Returns:
-      See `Body`. The carry are activations, and how many layers each token went through that skip
-      some (None: there are none).
+      A `Body`. Its carry holds the activations, and the number of token-skipping layers that each
+      token went through (None if no layer skips tokens).
     """
-    tokens = tokens_at(self.cfg, *beside)
+    tokens = tokens_at(self.cfg, *side_inputs)
 
     def super_block(fp8, carry, block_and_index):
       (x_BTD, depth_BT), (block, first) = carry, block_and_index
@@ -130,7 +132,7 @@ class Decoder(nnx.Module):
     return super_block
 
   def _formats(self, segment: Segment, rules: Pass) -> list[tuple[bool, ...]]:
-    """For each super-block, which of its layers are multiplied in 8 bits in this pass."""
+    """For each super-block, tell which of its layers multiply in 8 bits in this pass."""
     number = len(segment.kinds)
     flags = lambda first: self.fp8[first : first + number]
     return [tuple(fp8 and rules.fp8 for fp8 in flags(n)) for n in segment.layer_indices(0)]
@@ -147,15 +149,15 @@ class Decoder(nnx.Module):
   ) -> tuple[jax.Array, Cache]:
     """Run `tokens_BT` as the continuation of what the cache holds.
 
-    Not in 8 bits: a token is fewer rows than they take, and a prompt is not worth tuning for them.
-    Where rows are cut along their positions, use it under `whole_rows()`: one position is no row.
+    It never multiplies in 8 bits: a single token has fewer rows than these kernels need. Where rows
+    are sharded along their positions, call it under `whole_rows()`.
 
     Args:
       tokens_BT: int32 [batch, seq].
       index_BT: the cache slot, and position, of each token.
       valid_BT: bool; padding takes no place in a sparse layer.
       cache: from `empty_cache`; slots beyond a token's own are not read.
-      rules: of evaluation.
+      rules: the rules of an evaluation pass.
 
     Returns:
       Final activations [batch, seq, d_model] and the extended cache.
@@ -179,9 +181,9 @@ class Decoder(nnx.Module):
     return self.final_norm(x_BTD), tuple(new_cache)
 
   def empty_cache(self, batch: int, length: int, rules: Pass, dtype: jnp.dtype) -> Cache:
-    """A cache for rows of up to `length` tokens.
+    """Make an empty cache for rows of up to `length` tokens.
 
-    A layer that whole blocks skip keeps only as many keys and values as it has places.
+    With `mod.scope=block`, a layer that skips tokens gets only as many slots as it has places.
     """
 
     def layer_cache(block: Block, repeats: int) -> LayerCache:
@@ -199,7 +201,7 @@ class Decoder(nnx.Module):
     )
 
   def head_weights(self) -> jax.Array:
-    """The output matrix [vocab, d_model] in the compute dtype, cut as it is kept."""
+    """The output matrix [vocab, d_model] in the compute dtype, sharded as it is stored."""
     layer = self.embed if self.head is None else self.head
     return layer.value(self.num.compute_dtype)
 
@@ -207,7 +209,7 @@ class Decoder(nnx.Module):
     """Scores [batch, seq, vocab] in float32; training uses ops.cross_entropy instead."""
     logits_BTV = einsum(
       "BTD,VD->BTV",
-      lay(x_BTD, "batch", "seq", "act_embed"),
+      ensure_sharding(x_BTD, "batch", "seq", "act_embed"),
       reshard(self.head_weights(), "vocab", "act_embed"),
       axes=("batch", "seq", "vocab"),
       preferred_element_type=jnp.float32,

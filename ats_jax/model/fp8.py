@@ -7,8 +7,8 @@ from ats_jax.model.layer_kinds import layer_kinds
 def fp8_layers(cfg: Config) -> tuple[bool, ...]:
   """Tell for each layer, from the bottom up, whether it multiplies in 8 bits.
 
-  That concerns its projections and its dense feed-forward. It is none of the layer's kind, as it
-  changes the computation only: the weights are the same. All are false without `precision.fp8`.
+  This concerns the layer's projections and its dense feed-forward. It is not part of `LayerKind`
+  because it changes the computation only, not the weights. All are false without `precision.fp8`.
   """
   precision = cfg.precision
   within = range(precision.fp8_keep_first, cfg.model.num_layers - precision.fp8_keep_last)

@@ -21,15 +21,22 @@ from ats_jax.ops.attention.causal import attention
 from ats_jax.ops.attention.latent import cached_latent_attention
 from ats_jax.ops.remat import ATTENTION_OUT
 from ats_jax.ops.rope import rope
-from ats_jax.sharding.apply import einsum, lay, reshape, reshard
+from ats_jax.sharding.apply import einsum, ensure_sharding, reshape, reshard
 from ats_jax.sharding.rules import spec
 
 LATENT_EPS = 1e-6  # of the latents' norms, as published, whatever model.norm_eps is
-HEADS = ("batch", "seq", "heads", "head_dim")
+QUERY_AXES = ("batch", "seq", "heads", "head_dim")
 
 
 class LatentCache(NamedTuple):
-  """What keys and values of the tokens seen so far are made of; stacked over layers."""
+  """The latents from which keys and values of the tokens seen so far are computed.
+
+  The decoder stacks them over layers.
+
+  Attributes:
+    latent_BSC: the normalised latent of each slot.
+    rotated_BSR: the rotated part of each slot's key, shared by all heads.
+  """
 
   latent_BSC: jax.Array
   rotated_BSR: jax.Array
@@ -43,13 +50,7 @@ class LatentAttention(nnx.Module):
   """
 
   def __init__(self, cfg: ModelConfig, num: Numerics, rngs: nnx.Rngs):
-    """Draw the weights.
-
-    Args:
-      cfg: sizes.
-      num: dtypes, and what runs.
-      rngs: gives a key a projection.
-    """
+    """Draw the weights; `rngs` gives one key for each projection."""
     self.num, self.num_rotated = num, cfg.latent_rope_dim
     self.num_fixed = cfg.head_dim - cfg.latent_rope_dim
     # The op multiplies by head_dim^-1/2.
@@ -81,7 +82,7 @@ class LatentAttention(nnx.Module):
     index_BT: jax.Array | None = None,
     fp8: bool = False,
   ) -> tuple[jax.Array, LatentCache | None]:
-    """Attend within segments (training) or to a cache (generation); as `Attention` does."""
+    """Attend within segments (training) or to a cache; arguments as in `Attention`."""
     q_BTNH = self._queries(x_BTD, table, fp8)
     latent_BTC, rotated_BTR = self._latents(x_BTD, table, fp8)
     if cache is None:
@@ -114,10 +115,10 @@ class LatentAttention(nnx.Module):
     return jnp.concatenate([fixed_BTNx, rotated_BTNR], axis=-1)
 
   def _latents(self, x_BTD: jax.Array, table: Any, fp8: bool) -> tuple[jax.Array, jax.Array]:
-    """What a cache keeps of a token: the normalised latent, and the rotated part of its keys."""
+    """Compute what a cache stores of each token: the latent and the rotated part of its keys."""
     both_BTx = self.kv_down(x_BTD, fp8=fp8)
     latent_BTC, part_BTR = jnp.split(both_BTx, [both_BTx.shape[-1] - self.num_rotated], axis=-1)
-    part_BTR = lay(part_BTR, "batch", "seq", "latent")  # narrow, unlike the stream
+    part_BTR = ensure_sharding(part_BTR, "batch", "seq", "latent")  # narrow, unlike the stream
     part_BT1R = reshape(
       part_BTR, (*x_BTD.shape[:2], 1, self.num_rotated), axes=("batch", "seq", None, "head_dim")
     )
@@ -126,7 +127,7 @@ class LatentAttention(nnx.Module):
 
   def _for_all_heads(self, rotated_BTR: jax.Array, q_BTNH: jax.Array) -> jax.Array:
     shape = (*q_BTNH.shape[:-1], self.num_rotated)
-    return reshard(jnp.broadcast_to(rotated_BTR[:, :, None], shape), *HEADS)
+    return reshard(jnp.broadcast_to(rotated_BTR[:, :, None], shape), *QUERY_AXES)
 
   def _attend_to(self, cache, q_BTNH, latent_BTC, rotated_BTR, index_BT):
     """Attend to latents, without making keys and values of the slots.
@@ -135,11 +136,11 @@ class LatentAttention(nnx.Module):
     """
     weight_CNx = reshard(self.kv.value(q_BTNH.dtype), "latent", "heads", "head_dim")
     keys_CNx, values_CNV = jnp.split(weight_CNx, [self.num_fixed], axis=-1)
-    fixed_BTNx, turned_BTNR = jnp.split(q_BTNH, [self.num_fixed], axis=-1)
-    q_BTNC = einsum("BTNx,CNx->BTNC", fixed_BTNx, keys_CNx, axes=HEADS)
+    fixed_BTNx, rotated_q_BTNR = jnp.split(q_BTNH, [self.num_fixed], axis=-1)
+    q_BTNC = einsum("BTNx,CNx->BTNC", fixed_BTNx, keys_CNx, axes=QUERY_AXES)
     y_BTNC, *updated = cached_latent_attention(
       q_BTNC,
-      turned_BTNR,
+      rotated_q_BTNR,
       latent_BTC,
       rotated_BTR,
       cache.latent_BSC,
@@ -147,15 +148,15 @@ class LatentAttention(nnx.Module):
       index_BT,
       scale=q_BTNH.shape[-1] ** -0.5,
     )
-    return einsum("BTNC,CNV->BTNV", y_BTNC, values_CNV, axes=HEADS), LatentCache(*updated)
+    return einsum("BTNC,CNV->BTNV", y_BTNC, values_CNV, axes=QUERY_AXES), LatentCache(*updated)
 
   def empty_cache(self, shape: tuple[int, int, int], dtype: jnp.dtype) -> LatentCache:
-    """A cache [layers, batch, slots] of zeros."""
+    """An empty cache; `shape` is [layers, batch, slots]."""
     axes = spec(None, "batch", "seq", "latent")
     zeros = lambda width: jnp.zeros((*shape, width), dtype, out_sharding=axes)
     return LatentCache(zeros(self.kv.weight.shape[-3]), zeros(self.num_rotated))
 
   def parts(self) -> Iterator[tuple[str, Any]]:
-    """Its parameters by part of a model's count (`model.count`)."""
+    """Yield the parameters with the part of the model that they are counted in (`model.count`)."""
     yield "attention", (self.q_down, self.q, self.kv_down, self.kv, self.out)
     yield "norms", (self.q_norm, self.kv_norm)

@@ -21,7 +21,7 @@ from ats_jax.ops.swiglu import Gating, gated
 from ats_jax.sharding.rules import current_plan
 
 # Where an activation's dimension has another logical axis than the weight's that meets it.
-_OF_ACTIVATIONS = {
+_ACTIVATION_AXIS = {
   "embed": "act_embed",
   "latent_rows": "latent",
   "stored_experts": "experts",
@@ -35,20 +35,20 @@ class Weight(nnx.Module):
   def __init__(
     self, sizes: Mapping[str, int], *, role: Role, std: float, num: Numerics, rngs: nnx.Rngs
   ):
-    """Draw the weight.
+    """Draw the weight from N(0, std^2).
 
     Args:
-      sizes: of its dimensions, by logical axis.
-      role: what it does.
-      std: of the normal distribution.
-      num: its dtype.
-      rngs: gives one key.
+      sizes: the length of each dimension, by logical axis.
+      role: what the parameter does.
+      std: standard deviation.
+      num: gives the dtype.
+      rngs: the source of one key.
     """
     axes, shape = tuple(sizes), tuple(sizes.values())
     self.weight = normal(rngs.params(), shape, axes, std, num.param_dtype, role)
 
   def value(self, dtype: jnp.dtype | None = None) -> jax.Array:
-    """The weight that is multiplied with, however it is kept; in `dtype`, or its own."""
+    """The weight to multiply with, cast to `dtype` (None = as stored)."""
     weight = self.weight[...]
     return weight if dtype is None else weight.astype(dtype)
 
@@ -70,15 +70,16 @@ class Linear(Weight):
 
     Args:
       inputs: sizes of the contracted dimensions, by logical axis.
-      outputs: sizes of the result's new dimensions, likewise.
-      std: of the weight.
-      num: its dtype, and what runs.
-      rngs: gives one key.
-      bias: add a vector to the result, 0 at first.
+      outputs: sizes of the result's new dimensions, by logical axis.
+      std: standard deviation of the weight.
+      num: dtypes and implementations.
+      rngs: the source of one key.
+      bias: add a trained vector to the result, which starts at 0.
     """
     sizes = {**inputs, **outputs}
     super().__init__(sizes, role=Role.MATRIX, std=std, num=num, rngs=rngs)
-    self.num_inputs, self.kernels, self.gathered = len(inputs), num.kernels, num.keep_gathered
+    self.num_inputs, self.kernels = len(inputs), num.kernels
+    self.keep_gathered = num.keep_gathered
     # Whole along d_model, as what it is added to.
     shape = tuple(outputs.values())
     self.bias = zeros(shape, self.outputs, num.param_dtype, Role.BIAS) if bias else None
@@ -86,12 +87,12 @@ class Linear(Weight):
   @property
   def inputs(self) -> tuple[str, ...]:
     """Logical axes of the contracted dimensions, as activations have them."""
-    return of_activations(self.weight.axes[: self.num_inputs])
+    return activation_axes(self.weight.axes[: self.num_inputs])
 
   @property
   def outputs(self) -> tuple[str, ...]:
     """Logical axes of the result's new dimensions."""
-    return of_activations(self.weight.axes[self.num_inputs :])
+    return activation_axes(self.weight.axes[self.num_inputs :])
 
   def __call__(self, x: jax.Array, *, fp8: bool = False) -> jax.Array:
     """Map [batch, seq, *inputs] to [batch, seq, *outputs]; `fp8` multiplies in 8 bits."""
@@ -116,7 +117,7 @@ class ExpertLinear(Weight):
     rngs: nnx.Rngs,
     bias: bool = False,
   ):
-    """Draw the weights; as of `Linear`, for each of `experts` slots. The caller adds `bias`."""
+    """Draw the weights of `experts` slots, as `Linear` draws one. The caller adds the bias."""
     sizes = {"stored_experts": experts, **inputs, **outputs}
     super().__init__(sizes, role=Role.EXPERT, std=std, num=num, rngs=rngs)
     axes, shape = (self.axes[0], self.axes[-1]), (experts, *outputs.values())
@@ -124,21 +125,21 @@ class ExpertLinear(Weight):
 
   @property
   def axes(self) -> tuple[str, ...]:
-    """Logical axes of `value` once the matrices are whole along d_model."""
-    return of_activations(self.weight.axes)
+    """Logical axes of `value` when the matrices are gathered along d_model."""
+    return activation_axes(self.weight.axes)
 
   @property
-  def entry(self) -> tuple[str, ...]:
-    """Logical axes of `value` on its way into an island, which joins the shards if these differ."""
-    return self.weight.axes if current_plan().copies else self.axes
+  def stored_axes(self) -> tuple[str, ...]:
+    """Logical axes of `value` where it enters an island, which gathers it if `axes` differ."""
+    return self.weight.axes if current_plan().copy_engines else self.axes
 
 
 def project(x: jax.Array, layers: Sequence[Linear], *, fp8: bool = False) -> tuple[jax.Array, ...]:
-  """Several layers of one input in one op, which then reads (and in 8 bits quantises) it once.
+  """Apply several linear layers to one input, which is read (and in 8 bits quantised) once.
 
   Args:
     x: activations [batch, seq, *inputs].
-    layers: all with the same inputs.
+    layers: layers with the same inputs.
     fp8: multiply in 8 bits.
 
   Returns:
@@ -152,16 +153,16 @@ def project(x: jax.Array, layers: Sequence[Linear], *, fp8: bool = False) -> tup
     outputs=[layer.outputs for layer in layers],
     stored=[layer.weight.axes for layer in layers],
     fp8=fp8,
-    gathered=first.gathered,
+    keep_gathered=first.keep_gathered,
     kernels=first.kernels,
   )
   with_bias = lambda y, bias: y if bias is None else y + bias[...].astype(y.dtype)
   return tuple(with_bias(y, layer.bias) for y, layer in zip(results, layers, strict=True))
 
 
-def of_activations(axes: Sequence[str]) -> tuple[str, ...]:
-  """Logical axes of a weight as it is multiplied with: those that shard its storage are whole."""
-  return tuple(_OF_ACTIVATIONS.get(axis, axis) for axis in axes)
+def activation_axes(axes: Sequence[str]) -> tuple[str, ...]:
+  """Logical axes of a weight in a matmul: the axes that shard its storage only are replaced."""
+  return tuple(_ACTIVATION_AXIS.get(axis, axis) for axis in axes)
 
 
 class RMSNorm(nnx.Module):
@@ -185,7 +186,7 @@ class RMSNorm(nnx.Module):
 
 
 def gating(cfg: ModelConfig) -> Gating:
-  """The settings of feed-forwards' gates as `ops.swiglu` takes them."""
+  """Translate the settings of the feed-forward's gate to the arguments of `ops.swiglu`."""
   return Gating(cfg.activation, cfg.gate_limit, cfg.gate_slope)
 
 

@@ -1,4 +1,4 @@
-"""How the layers of a model are cut into scans, rounds and stages of a pipeline."""
+"""How the layers of a model are divided into scans, and into rounds and stages of a pipeline."""
 
 import dataclasses
 import math
@@ -10,12 +10,12 @@ from ats_jax.model.layer_kinds import LayerKind, layer_kinds
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-  """Consecutive layers: `kinds`, `repeats` times over; one `lax.scan` over the repeats.
+  """Consecutive layers: a pattern of `kinds`, repeated; one `lax.scan` runs over the repeats.
 
   Attributes:
-    first: index of its first layer.
-    kinds: the layers of one super-block.
-    repeats: how many super-blocks.
+    first: index of the first layer.
+    kinds: the kinds of the layers of one super-block.
+    repeats: the number of super-blocks.
   """
 
   first: int
@@ -23,7 +23,7 @@ class Segment:
   repeats: int
 
   def layer_indices(self, place: int) -> range:
-    """Indices of the layers at one place of the super-block."""
+    """Indices of the layers at position `place` of each super-block."""
     period = len(self.kinds)
     return range(self.first + place, self.first + period * self.repeats, period)
 
@@ -34,16 +34,16 @@ def segments(kinds: tuple[LayerKind, ...]) -> tuple[Segment, ...]:
   The number of programs that XLA compiles is the number of layers in all patterns, however deep
   the model is.
   """
-  found, first = [], 0
+  result, first = [], 0
   while first < len(kinds):
     rest = kinds[first:]
     options = [Segment(first, rest[:p], _repeats(rest, p)) for p in range(1, len(rest) + 1)]
     # A pattern without a repeat is no better than its first layer alone.
     repeated = [s for s in options if s.repeats > 1] or options[:1]
     best = max(repeated, key=lambda s: (len(s.kinds) * s.repeats, -len(s.kinds)))
-    found.append(best)
+    result.append(best)
     first += len(best.kinds) * best.repeats
-  return tuple(found)
+  return tuple(result)
 
 
 def segments_of(cfg: Config) -> tuple[Segment, ...]:
@@ -52,45 +52,45 @@ def segments_of(cfg: Config) -> tuple[Segment, ...]:
   Raises:
     ValueError: if the layers cannot be cut into so many rounds.
   """
-  found, rounds = segments(layer_kinds(cfg)), cfg.mesh.stage_rounds
+  whole_model, rounds = segments(layer_kinds(cfg)), cfg.mesh.stage_rounds
   if rounds == 1:
-    return found
+    return whole_model
   check_stages(cfg, cfg.mesh.stage)
-  (whole,) = found
-  number = whole.repeats // rounds
-  firsts = whole.layer_indices(0)[::number]
-  return tuple(Segment(first, whole.kinds, number) for first in firsts)
+  (segment,) = whole_model
+  number = segment.repeats // rounds
+  firsts = segment.layer_indices(0)[::number]
+  return tuple(Segment(first, segment.kinds, number) for first in firsts)
 
 
 def check_stages(cfg: Config, stages: int) -> None:
-  """See that a pipeline of so many stages can be cut out of the layers.
+  """Check that the layers can be divided over a pipeline of `stages` stages.
 
-  All stages run one program, so they have the same layers in the same order, in each round.
+  All stages run one program, so they need the same layers in the same order, in each round.
 
   Raises:
-    ValueError: if they cannot.
+    ValueError: if the layers cannot be divided so.
   """
   rounds = cfg.mesh.stage_rounds
   parts = stages * rounds
   if parts == 1:
     return
-  number, found = cfg.model.num_layers, segments(layer_kinds(cfg))
-  in_words = f"mesh.stage={stages}" + (f" x mesh.stage_rounds={rounds}" if rounds > 1 else "")
+  number, patterns = cfg.model.num_layers, segments(layer_kinds(cfg))
+  stages_text = f"mesh.stage={stages}" + (f" x mesh.stage_rounds={rounds}" if rounds > 1 else "")
   settings = "mesh.stage_rounds, model.num_layers" if rounds > 1 else "model.num_layers"
-  if len(found) != 1 or found[0].repeats % parts:
-    patterns = " + ".join(f"{s.repeats} x {len(s.kinds)}" for s in found)
+  if len(patterns) != 1 or patterns[0].repeats % parts:
+    described = " + ".join(f"{s.repeats} x {len(s.kinds)}" for s in patterns)
     raise ValueError(
-      f"{in_words} does not cut model.num_layers={number} into equal parts: the layers repeat as "
-      f"{patterns} (times x layers of a pattern), and each stage needs the same number of whole "
-      f"patterns in each round. Change {settings}, or what makes layers differ: moe.every, "
-      "moe.dense_first, moe.dense_last, mod.every, mod.start_layer, mod.end_layer, "
+      f"{stages_text} does not cut model.num_layers={number} into equal parts: the layers "
+      f"repeat as {described} (times x layers of a pattern), and each stage needs the same "
+      f"number of whole patterns in each round. Change {settings}, or what makes layers differ: "
+      "moe.every, moe.dense_first, moe.dense_last, mod.every, mod.start_layer, mod.end_layer, "
       "model.full_every."
     )
-  of_part, fp8 = number // parts, fp8_layers(cfg)
-  if fp8 != fp8[:of_part] * parts:
+  stage_layers, fp8 = number // parts, fp8_layers(cfg)
+  if fp8 != fp8[:stage_layers] * parts:
     precision = cfg.precision
     raise ValueError(
-      f"{in_words} with precision.fp8_keep_first={precision.fp8_keep_first} and "
+      f"{stages_text} with precision.fp8_keep_first={precision.fp8_keep_first} and "
       f"precision.fp8_keep_last={precision.fp8_keep_last}: the stages would multiply in different "
       "formats. Set both to 0, or precision.fp8=false."
     )
@@ -104,7 +104,7 @@ def _repeats(kinds: tuple[LayerKind, ...], period: int) -> int:
 
 
 def stacks(cfg: Config) -> dict[str, range]:
-  """The layers in each stack of parameters, by its path in a decoder, as checkpoints want it."""
+  """Map the path of each stack of parameters in a decoder to the indices of its layers."""
   return {
     f"segments/{number}/layers/{place}": segment.layer_indices(place)
     for number, segment in enumerate(segments_of(cfg))
@@ -113,11 +113,11 @@ def stacks(cfg: Config) -> dict[str, range]:
 
 
 def mod_tokens(capacity: float, seq_len: int) -> int:
-  """Tokens of a row that go through a layer of this capacity."""
+  """The number of tokens of a row of `seq_len` that go through a layer of this capacity."""
   # Not ceil(capacity * seq_len): 0.55 * 100 is a hair over 55 in binary.
   return min(seq_len, math.ceil(round(capacity * seq_len, 6)))
 
 
 def expert_capacity(seq_len: int, top_k: int, factor: float, num_experts: int) -> int:
-  """Places of one expert in a row of `seq_len` tokens (GShard, arXiv:2006.16668, section 2.2)."""
+  """The number of places of one expert in a row (GShard, arXiv:2006.16668, section 2.2)."""
   return min(seq_len, math.ceil(round(factor * top_k * seq_len / num_experts, 6)))

@@ -11,83 +11,42 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ats_jax.config.schema import Config
-from ats_jax.model.layout import mod_tokens
+from ats_jax.model.forward_pass import Pass
 from ats_jax.model.numerics import Numerics
 from ats_jax.model.param import Param, Role, normal, zero_buffer
 from ats_jax.model.stats import MoDStats
 from ats_jax.ops.dispatch import Places, sum_rows, take_rows
 from ats_jax.ops.registry import Kernels
 from ats_jax.sharding.apply import (
+  all_gather,
   axis_index,
+  draw_own_rows,
   einsum,
-  gather_blocks,
+  ensure_sharding,
   island,
-  lay,
   num_shards,
-  of_own_rows,
+  reduce_scatter,
   reshard,
-  sum_blocks,
 )
 from ats_jax.sharding.rules import spec
 
 X_AXES = ("batch", "residual_seq", "act_embed")
-TOKEN_AXES = ("batch", "residual_seq")
+STREAM_TOKEN_AXES = ("batch", "residual_seq")
 ROW_AXES = ("batch", None)  # whole rows, however others are cut
-# Places for tokens under the causal rule, over those it is expected to choose. A row that wants
-# more goes on without them: the first come by position, the others skip the layer and are counted.
-SLACK = 1.25
-
-
-@dataclasses.dataclass(frozen=True)
-class Pass:
-  """The rules of a forward pass; static.
-
-  Attributes:
-    training: choose experts and tokens as training does, which looks at whole rows.
-    capacity: share of a row that goes through a layer which skips tokens.
-    horizon: outside of training, shorter rows have the places of a row of this length: a text has
-      the same room however far it goes on.
-    fp8: layers that are to multiply in 8 bits (`fp8_layers`) do; false = none does.
-  """
-
-  training: bool
-  capacity: float
-  horizon: int = 0
-  fp8: bool = True
-
-  def places(self, seq_len: int) -> int:
-    """Places for tokens of a row of `seq_len` in a layer which skips tokens."""
-    if self.training:
-      return mod_tokens(self.capacity, seq_len)
-    share = min(1.0, SLACK * self.capacity)
-    return min(seq_len, mod_tokens(share, max(seq_len, self.horizon)))
-
-
-def rules_at(cfg: Config, step: int, *, training: bool) -> Pass:
-  """The rules of update `step` (0-based), or for using the weights that it left.
-
-  `mod.capacity` is reached over the first `mod.anneal_fraction` of the run, in `mod.rungs` steps.
-  """
-  mod, length = cfg.mod, cfg.mod.anneal_fraction * cfg.num_steps
-  horizon = 0 if training else cfg.data.seq_len
-  if step >= length:
-    return Pass(training, mod.capacity, horizon)
-  rung = int(mod.rungs * step / length)
-  ratio = mod.capacity / mod.start_capacity
-  return Pass(training, mod.start_capacity * ratio ** (rung / mod.rungs), horizon)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Chosen:
+class RoutedTokens:
   """The tokens that go through a layer, in order of position.
 
   Attributes:
-    index_BC: int32 where each of them is in its row; arbitrary in empty places. Whole rows.
-    filled_BC: bool; likewise.
+    index_BC: int32 position in the row of the token in each place; arbitrary in empty places. Not
+      sharded along the row.
+    filled_BC: bool, whether a place has a token. Not sharded along the row.
     slot_BT: int32 place of each token; C = none.
     gate_BT: float32 weight of the layer's output for each token.
-    kernels: what moves rows.
+    kernels: the implementations that gather and scatter rows.
   """
 
   index_BC: jax.Array
@@ -97,34 +56,37 @@ class Chosen:
   kernels: Kernels = dataclasses.field(metadata=dict(static=True))
 
   def take(self, x_BTD: jax.Array) -> jax.Array:
-    """Their activations [batch, places, d_model], zero in empty places."""
+    """Gather activations of the routed tokens [batch, places, d_model], zero in empty places."""
 
     def local(x_BTD, index_BC, filled_BC, slot_BT):
       rows = take_rows(_flat(x_BTD), _places(index_BC, filled_BC, slot_BT), self.kernels)
       # Of the devices along a row one has the token of a place, and the others zeros.
-      return sum_blocks(rows.reshape(*index_BC.shape, -1), TOKEN_AXES[1], dim=1)
+      return reduce_scatter(rows.reshape(*index_BC.shape, -1), STREAM_TOKEN_AXES[1], dim=1)
 
-    axes = (X_AXES, ROW_AXES, ROW_AXES, TOKEN_AXES)
+    axes = (X_AXES, ROW_AXES, ROW_AXES, STREAM_TOKEN_AXES)
     return island(local, in_axes=axes, out_axes=X_AXES)(
       x_BTD, self.index_BC, self.filled_BC, self.slot_BT
     )
 
   def take_ids(self, ids_BT: jax.Array, empty: int) -> jax.Array:
-    """Their integers [batch, places], `empty` in empty places; cut as in sub-layers."""
+    """Gather integers of the routed tokens [batch, places], sharded as in sub-layers.
+
+    Empty places get the value `empty`.
+    """
     taken = lambda ids, index: jnp.take_along_axis(ids, index, axis=1)
     ids_BC = island(taken, in_axes=(ROW_AXES, ROW_AXES), out_axes=ROW_AXES)(ids_BT, self.index_BC)
     return reshard(jnp.where(self.filled_BC, ids_BC, empty), "batch", "seq")
 
   def put(self, y_BCD: jax.Array) -> jax.Array:
-    """`y` times the gate at their own places [batch, seq, d_model], zero elsewhere."""
+    """Scatter `y` times the gate back to [batch, seq, d_model], zero for all other tokens."""
 
     def local(y_BCD, gate_BT, index_BC, filled_BC, slot_BT):
       places = _places(index_BC, filled_BC, slot_BT)
-      y_BCD = gather_blocks(y_BCD, TOKEN_AXES[1], dim=1)
+      y_BCD = all_gather(y_BCD, STREAM_TOKEN_AXES[1], dim=1)
       y_ND = sum_rows(_flat(y_BCD), gate_BT.reshape(-1, 1), places, self.kernels)
       return y_ND.reshape(*gate_BT.shape, -1)
 
-    axes = (X_AXES, TOKEN_AXES, ROW_AXES, ROW_AXES, TOKEN_AXES)
+    axes = (X_AXES, STREAM_TOKEN_AXES, ROW_AXES, ROW_AXES, STREAM_TOKEN_AXES)
     return island(local, in_axes=axes, out_axes=X_AXES)(
       y_BCD, self.gate_BT, self.index_BC, self.filled_BC, self.slot_BT
     )
@@ -135,17 +97,17 @@ def _flat(x_BTD: jax.Array) -> jax.Array:
 
 
 def _places(index_BC: jax.Array, filled_BC: jax.Array, slot_BT: jax.Array) -> Places:
-  """The map of a device's rows or parts of rows, flattened."""
+  """Build the flattened map between tokens and places of a device's rows or parts of rows."""
   (batch, seq), capacity = slot_BT.shape, index_BC.shape[1]
   row_B1 = jnp.arange(batch)[:, None]
-  index_BC = index_BC - axis_index(TOKEN_AXES[1]) * seq
+  index_BC = index_BC - axis_index(STREAM_TOKEN_AXES[1]) * seq
   is_here_BC = filled_BC & (index_BC >= 0) & (index_BC < seq)
   source = jnp.where(is_here_BC, index_BC + row_B1 * seq, batch * seq).reshape(-1)
   slot = jnp.where(slot_BT < capacity, slot_BT + row_B1 * capacity, batch * capacity)
   return Places(source_M=source, choice_M=source, slot_NK=slot.reshape(-1, 1))
 
 
-class Depth(nnx.Module):
+class DepthRouter(nnx.Module):
   """Chooses the tokens that go through a layer (Raposo et al. 2024, arXiv:2404.02258).
 
   Training takes the highest scores of each row, which no token can know before the row ends.
@@ -179,27 +141,30 @@ class Depth(nnx.Module):
     layer: jax.Array,
     key: jax.Array | None,
     places: int,
-    room_B: jax.Array | None = None,
-  ) -> tuple[Chosen, MoDStats]:
-    """Choose up to `places` tokens of each row.
+    free_places_B: jax.Array | None = None,
+  ) -> tuple[RoutedTokens, MoDStats]:
+    """Choose up to `places` tokens of each row, and return them with statistics.
 
     Args:
       x_BTD: the residual stream [batch, seq, d_model].
       positions_BT: int32 position of each token in its document.
       valid_BT: bool; padding never goes through.
-      rules: of this pass.
+      rules: how tokens are chosen in this pass.
       layer: int32 index of the layer, for the routings without a router.
-      key: of this layer and micro-batch; random routing in training needs it.
-      places: C.
-      room_B: int32 places that are left of what a row has in all (generation).
+      key: the key of this layer and micro-batch; random routing in training needs it.
+      places: C, the most tokens of a row that may go through.
+      free_places_B: int32, how many places each row has left (generation); None = all.
     """
     wide = jnp.promote_types(x_BTD.dtype, jnp.float32)
-    positions_BT, valid_BT = lay(positions_BT, *TOKEN_AXES), lay(valid_BT, *TOKEN_AXES)
-    scores_BT = gate_BT = jnp.ones(positions_BT.shape, wide, out_sharding=spec(*TOKEN_AXES))
+    positions_BT, valid_BT = (
+      ensure_sharding(positions_BT, *STREAM_TOKEN_AXES),
+      ensure_sharding(valid_BT, *STREAM_TOKEN_AXES),
+    )
+    scores_BT = gate_BT = jnp.ones(positions_BT.shape, wide, out_sharding=spec(*STREAM_TOKEN_AXES))
     predicted_BT = None
     if self.cfg.routing == "learned":
       x_BTD = _unit_rms(x_BTD.astype(wide))  # or scores would grow with the residual stream
-      scores_BT = _project("BTD,D->BT", x_BTD, self.weight, TOKEN_AXES)
+      scores_BT = _project("BTD,D->BT", x_BTD, self.weight, STREAM_TOKEN_AXES)
       gate_BT = jax.nn.sigmoid(scores_BT)
       if self.cfg.decision == "predictor":
         predicted_BT = self._predict(jax.lax.stop_gradient(x_BTD))
@@ -209,26 +174,27 @@ class Depth(nnx.Module):
       if self.cfg.routing == "random" and rules.training:
         assert key is not None, "random routing draws in training"
         draw = lambda shape, cut: jax.random.uniform(key, shape, wide, out_sharding=cut)
-        scores_BT = of_own_rows(draw, positions_BT.shape, spec(*TOKEN_AXES))
+        scores_BT = draw_own_rows(draw, positions_BT.shape, spec(*STREAM_TOKEN_AXES))
     # The tokens of a row compete, so all devices along it see all of them.
-    whole = lambda a_BT: reshard(a_BT, *ROW_AXES)
+    gather_rows = lambda a_BT: reshard(a_BT, *ROW_AXES)
     scores_BT, valid_BT, causal_BT = map(
-      whole, (jax.lax.stop_gradient(scores_BT), valid_BT, causal_BT)
+      gather_rows, (jax.lax.stop_gradient(scores_BT), valid_BT, causal_BT)
     )
     wanted_BT = causal_BT
     if rules.training and self.cfg.routing != "static":
       wanted_BT = _highest(scores_BT, valid_BT, places)
 
     order_BT = jnp.cumsum(wanted_BT, axis=1)
-    limit = places if room_B is None else jnp.minimum(places, room_B)[:, None]
+    limit = places if free_places_B is None else jnp.minimum(places, free_places_B)[:, None]
     chosen_BT = wanted_BT & (order_BT <= limit)
     count_B1 = jnp.sum(chosen_BT, axis=1, keepdims=True)
-    ways = math.lcm(num_shards("residual_seq"), self.along_row.row_multiple())
-    room = -(-places // ways) * ways  # empty places at the end make the parts alike
-    chosen = Chosen(
-      index_BC=jnp.argsort(~chosen_BT, axis=1, stable=True)[:, :room],
-      filled_BC=jnp.arange(room) < count_B1,
-      slot_BT=reshard(jnp.where(chosen_BT, order_BT - 1, room), *TOKEN_AXES),
+    multiple = math.lcm(num_shards("residual_seq"), self.along_row.row_multiple())
+    # Empty places at the end make the shards of a row equally long.
+    padded_places = -(-places // multiple) * multiple
+    chosen = RoutedTokens(
+      index_BC=jnp.argsort(~chosen_BT, axis=1, stable=True)[:, :padded_places],
+      filled_BC=jnp.arange(padded_places) < count_B1,
+      slot_BT=reshard(jnp.where(chosen_BT, order_BT - 1, padded_places), *STREAM_TOKEN_AXES),
       gate_BT=gate_BT,
       kernels=self.kernels,
     )
@@ -238,14 +204,14 @@ class Depth(nnx.Module):
       tokens=total(1),
       routed=total(chosen_BT),
       overflow=total(wanted_BT & ~chosen_BT),
-      gate=total(chosen_BT * whole(gate_BT)),
+      gate=total(chosen_BT * gather_rows(gate_BT)),
       agree=total(causal_BT == wanted_BT),
       threshold=threshold,
       rows=rows,
       predictor_loss=(
         jnp.zeros((), wide)
         if predicted_BT is None
-        else total(_binary_cross_entropy(whole(predicted_BT), chosen_BT))
+        else total(_binary_cross_entropy(gather_rows(predicted_BT), chosen_BT))
       ),
     )
     return chosen, stats
@@ -258,11 +224,11 @@ class Depth(nnx.Module):
 
   def _predict(self, x_BTD: jax.Array) -> jax.Array:
     """Log-odds that training would choose a token, from its own activations alone."""
-    hidden_BTH = _project("BTD,DH->BTH", x_BTD, self.predict_in, (*TOKEN_AXES, "router"))
-    return _project("BTH,H->BT", jax.nn.silu(hidden_BTH), self.predict_out, TOKEN_AXES)
+    hidden_BTH = _project("BTD,DH->BTH", x_BTD, self.predict_in, (*STREAM_TOKEN_AXES, "router"))
+    return _project("BTH,H->BT", jax.nn.silu(hidden_BTH), self.predict_out, STREAM_TOKEN_AXES)
 
   def _pattern(self, positions_BT: jax.Array, layer: jax.Array, capacity: float) -> jax.Array:
-    """The choice of a routing that does not look at the token; another one in each layer."""
+    """Choose tokens by position alone (static or random routing), differently in each layer."""
     if self.cfg.routing == "static":
       steps = lambda at: jnp.floor((at + layer) * capacity)
       return steps(positions_BT + 1) > steps(positions_BT)
@@ -272,11 +238,11 @@ class Depth(nnx.Module):
     return jax.vmap(jax.vmap(draw))(positions_BT) < capacity
 
   def updated(self, stats: MoDStats, capacity: float) -> dict[str, jax.Array]:
-    """The buffers after a step; another capacity than before starts the quantile anew.
+    """Compute the buffers after a step; a changed capacity restarts the running quantile.
 
     Args:
-      stats: of the whole batch, over all devices and micro-batches.
-      capacity: that the step used.
+      stats: sums over the whole batch.
+      capacity: the capacity in this step.
     """
     seen = jnp.where(self.capacity[...] == capacity, self.updates[...], 0.0)
     # A mean over the newest tenth of a young history: early scores move fast.

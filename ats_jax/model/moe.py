@@ -1,4 +1,4 @@
-"""Mixture of experts: a router, many small feed-forwards, and the way from one to the other.
+"""Mixture of experts: a router, many small feed-forwards, and the dispatch of tokens to them.
 
 Letters: B batch, T seq, D d_model, F expert width, E experts on a device, K choices, M slots,
 C places of an expert in a row.
@@ -19,20 +19,20 @@ from ats_jax.model.param import residual_std
 from ats_jax.model.router import Router
 from ats_jax.model.stats import MoEStats
 from ats_jax.ops.dispatch import place_in_bins, sum_rows, take_rows
-from ats_jax.ops.expert_exchange import Experts, through_experts
+from ats_jax.ops.expert_exchange import ExpertCompute, run_experts
 from ats_jax.ops.grouped_matmul import add_by_group, grouped_matmuls
 from ats_jax.ops.remat import EXPERT_RESULTS
 from ats_jax.ops.swiglu import gated
 from ats_jax.sharding.apply import (
   all_sum,
-  exchange,
+  all_to_all,
+  ensure_sharding,
   island,
-  lay,
   num_shards,
+  reduce_scatter,
   seq_axis,
-  sum_blocks,
 )
-from ats_jax.sharding.shards import joined
+from ats_jax.sharding.shards import gather_weight
 
 X_AXES = ("batch", "residual_seq", "act_embed")
 
@@ -60,15 +60,15 @@ class MoE(nnx.Module):
     key: jax.Array | None,
     fp8: bool = False,
   ) -> tuple[jax.Array, MoEStats]:
-    """Map [batch, seq, d_model] to the same shape.
+    """Map [batch, seq, d_model] to the same shape, and return statistics.
 
     Args:
       x_BTD: normalised activations in the compute dtype.
       valid_BT: bool; padding goes to no expert and gets 0.
       training: capacity mode drops choices in training only: in evaluation and generation they
         would make the result depend on what else is in the batch.
-      key: for the router's noise; None = none.
-      fp8: multiply in 8 bits in the shared expert; the others never do.
+      key: for the router's noise; None = no noise.
+      fp8: whether the shared expert multiplies in 8 bits; the others never do.
     """
     routing, stats = self.router(x_BTD, valid_BT, key if training else None)
     with_capacity = training and self.cfg.dispatch == "capacity"
@@ -80,15 +80,15 @@ class MoE(nnx.Module):
     def local(*args):
       end = 3 + len(layers)  # of the weights, which are behind the rows and their routes
       weights = zip(args[3:end], layers, strict=True)
-      whole = (joined(shard, layer.entry, layer.axes) for shard, layer in weights)
+      whole = (gather_weight(shard, layer.stored_axes, layer.axes) for shard, layer in weights)
       return rows_through(*args[:3], *whole, *args[end:])
 
-    y_BTD, dropped, waiting = island(
+    y_BTD, dropped, overflow = island(
       local,
       in_axes=(
         (*inside, "act_embed"),
         *[(*inside, "choice")] * 2,
-        *(layer.entry for layer in layers),
+        *(layer.stored_axes for layer in layers),
         *(bias.axes for bias in biases),
       ),
       out_axes=(X_AXES, (), ()),
@@ -99,23 +99,23 @@ class MoE(nnx.Module):
       *(bias[...].astype(x_BTD.dtype) for bias in biases),
     )
     if self.shared is not None:
-      valid_BT = lay(valid_BT, *X_AXES[:2])
+      valid_BT = ensure_sharding(valid_BT, *X_AXES[:2])
       y_BTD += jnp.where(valid_BT[..., None], self.shared(x_BTD, fp8=fp8), 0)
-    return y_BTD, stats._replace(dropped=dropped, overflow=waiting)
+    return y_BTD, stats._replace(dropped=dropped, overflow=overflow)
 
   def _dropless(self, x_BTD, expert_BTK, weight_BTK, *weights):
-    """One device: the rows of its experts, from whichever devices, by the grouped matmul."""
+    """On one device: compute all rows routed to its experts, with grouped matmuls."""
     moe, kernels, num_local = self.cfg, self.num.kernels, weights[0].shape[0]
     compute = functools.partial(_grouped_mlp, gating=self.gating, kernels=kernels)
     groups = moe.num_groups, moe.top_groups
-    experts = Experts(compute, num_local, moe.exchange.factor, kernels, *groups)
+    experts = ExpertCompute(compute, num_local, moe.exchange.factor, kernels, *groups)
     x_ND, expert_NK, weight_NK = (_flat(a) for a in (x_BTD, expert_BTK, weight_BTK))
-    y_ND, waiting = through_experts(x_ND, expert_NK, weight_NK, weights, experts, moe.exchange.name)
+    y_ND, overflow = run_experts(x_ND, expert_NK, weight_NK, weights, experts, moe.exchange.name)
     y_BTD, none = _to_stream(y_ND, x_BTD.shape), jnp.zeros((), weight_BTK.dtype)
-    return y_BTD, none, _over_tokens(waiting.astype(none.dtype))
+    return y_BTD, none, _over_tokens(overflow.astype(none.dtype))
 
   def _capacity(self, x_BTD, expert_BTK, weight_BTK, *weights):
-    """One device: every expert has C places in every row, full or not."""
+    """On one device: compute C places of every expert and row, whether filled or not."""
     batch, seq, kernels = *x_BTD.shape[:2], self.num.kernels
     x_ND, expert_NK, weight_NK = (_flat(a) for a in (x_BTD, expert_BTK, weight_BTK))
     num_local = weights[0].shape[0]
@@ -125,10 +125,10 @@ class MoE(nnx.Module):
     bin_NK = expert_NK * batch + jnp.where(expert_NK < num_experts, row_N1, 0)
     priority = jax.lax.stop_gradient(weight_NK) if self.cfg.drop_policy == "weight" else None
     places = place_in_bins(bin_NK, num_experts * batch, places_C, priority)
-    rows_EMD = exchange(_by_expert(take_rows(x_ND, places, kernels), num_experts), "experts")
+    rows_EMD = all_to_all(_by_expert(take_rows(x_ND, places, kernels), num_experts), "experts")
     rows_EMD = _swap_blocks(rows_EMD, num_local)
     y_EMD = _batched_mlp(rows_EMD, weights, gating=self.gating, kernels=kernels)
-    y_EMD = exchange(_swap_back(y_EMD, num_shards("experts")), "experts")
+    y_EMD = all_to_all(_swap_back(y_EMD, num_shards("experts")), "experts")
     y_MD = y_EMD.reshape(-1, x_ND.shape[1])
     y_BTD = _to_stream(sum_rows(y_MD, weight_NK, places, kernels), x_BTD.shape)
     dropped = jnp.sum((expert_NK < num_experts) & (places.slot_NK == places.source_M.size))
@@ -149,7 +149,10 @@ def _batched_mlp(x_EMD, weights, *, gating, kernels):
 
 
 def _mlp(x, weights, times, plus, gating, kernels):
-  """Rows through their experts, however `times` and `plus` find those of a row."""
+  """Apply the gated feed-forward of each row's expert.
+
+  `times` multiplies rows by the matrices of their experts, `plus` adds the biases of their experts.
+  """
   matrices, biases = weights[:3], weights[3:]
   gate, up = times(x, matrices[:2])
   if biases:
@@ -162,14 +165,14 @@ def _mlp(x, weights, times, plus, gating, kernels):
 
 
 def _to_stream(y_ND: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-  """The sum of the shares of an expert's width, [batch, seq, d_model] as the stream is cut."""
+  """Sum the parts of an expert's width; [batch, seq, d_model], sharded as the residual stream."""
   if seq_axis("ff") == "seq":
-    return sum_blocks(y_ND.reshape(shape), "ff", dim=1)
+    return reduce_scatter(y_ND.reshape(shape), "ff", dim=1)
   return all_sum(y_ND, "ff").reshape(shape)
 
 
 def _over_tokens(count: jax.Array) -> jax.Array:
-  """The sum over devices that hold different tokens."""
+  """Sum a count over the devices that hold different tokens."""
   return all_sum(all_sum(count, "batch"), seq_axis("ff"))
 
 
@@ -187,7 +190,7 @@ def _swap_blocks(rows: jax.Array, num_local: int) -> jax.Array:
   return jnp.swapaxes(blocks, 0, 1).reshape(num_local, -1, rows.shape[-1])
 
 
-def _swap_back(rows: jax.Array, ways: int) -> jax.Array:
+def _swap_back(rows: jax.Array, num_devices: int) -> jax.Array:
   """[E, devices * M, D] -> [devices * E, M, D]."""
-  blocks = rows.reshape(rows.shape[0], ways, -1, rows.shape[-1])
-  return jnp.swapaxes(blocks, 0, 1).reshape(ways * rows.shape[0], -1, rows.shape[-1])
+  blocks = rows.reshape(rows.shape[0], num_devices, -1, rows.shape[-1])
+  return jnp.swapaxes(blocks, 0, 1).reshape(num_devices * rows.shape[0], -1, rows.shape[-1])

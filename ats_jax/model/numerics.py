@@ -1,4 +1,4 @@
-"""How a model is computed: dtypes, and what runs."""
+"""How a model is computed: dtypes, implementations, the order of layers."""
 
 import dataclasses
 
@@ -7,37 +7,48 @@ import jax.numpy as jnp
 from ats_jax.config.schema import Config
 from ats_jax.model.layout import check_stages, segments_of
 from ats_jax.model.stack import InOrder, Remat, Scan, Stack, Unrolled
-from ats_jax.ops.attention.along_row import WHOLE_ROWS, AlongRow
+from ats_jax.ops.attention.along_row import WHOLE_ROWS, ContextParallel
 from ats_jax.ops.registry import XLA, Kernels
 from ats_jax.sharding.apply import num_shards
 
-UNROLLED = 32  # layers, of a pipeline those of a turn of a stage; more were not tried
+MAX_UNROLLED_LAYERS = 32  # layers (of one round of a stage, in a pipeline); more were not measured
 
 
 @dataclasses.dataclass(frozen=True)
 class Numerics:
-  """How the function is computed; none of it changes what is computed, beyond rounding."""
+  """How the model's function is computed; none of it changes the result beyond rounding.
+
+  Attributes:
+    param_dtype: dtype of the weights.
+    compute_dtype: dtype of activations and matmul operands.
+    kernels: the implementation in each slot of the ops.
+    max_segments: the most segments of a row, one of padding included.
+    deterministic: use only ops that add in a fixed order.
+    stack: how the layers follow each other.
+    along_row: how the devices along a row share its attention.
+    keep_gathered: keep gathered weights from the forward to the backward pass.
+  """
 
   param_dtype: jnp.dtype
   compute_dtype: jnp.dtype
-  kernels: Kernels  # what runs in the slots of the ops
-  max_segments: int  # runs of one segment id in a row at most, padding's included
+  kernels: Kernels
+  max_segments: int
   deterministic: bool
-  stack: Stack  # how the layers follow each other
-  along_row: AlongRow  # how devices share the attention of a row
-  keep_gathered: bool = False  # weights, from the forward to the backward pass
+  stack: Stack
+  along_row: ContextParallel
+  keep_gathered: bool = False
 
 
 def numerics(cfg: Config, kernels: Kernels = XLA, platform: str = "cpu") -> Numerics:
-  """Collect what the model needs beside its shape; call it under the mesh.
+  """Collect how a run computes its model; call it under the mesh.
 
   Args:
     cfg: the resolved config.
-    kernels: what runs, by `ops.registry.choose`.
-    platform: as of `unroll_of`.
+    kernels: the implementations chosen by `ops.registry.choose`.
+    platform: "cpu", "gpu" or "tpu".
 
   Raises:
-    ValueError: as `stack_of`.
+    ValueError: if the stages of the mesh cannot share the layers.
   """
   return Numerics(
     param_dtype=jnp.dtype(cfg.precision.param_dtype),
@@ -52,14 +63,14 @@ def numerics(cfg: Config, kernels: Kernels = XLA, platform: str = "cpu") -> Nume
 
 
 def stack_of(cfg: Config, unroll: int) -> Stack:
-  """Choose how the layers of a run follow each other: the only place that does.
+  """Choose how the layers of a run follow each other; no other code decides it.
 
-  A pipeline where the current mesh has stages. A segment that is no longer than `unroll` is
+  It is a pipeline where the current mesh has stages. A segment of at most `unroll` super-blocks is
   unrolled.
 
   Args:
     cfg: the resolved config.
-    unroll: super-blocks of an iteration of a loop over layers, by `unroll_of`.
+    unroll: super-blocks per iteration of the loop over layers (`unroll_of`).
 
   Raises:
     ValueError: if the stages of the mesh cannot share the layers.
@@ -83,7 +94,7 @@ def stack_of(cfg: Config, unroll: int) -> Stack:
   )
 
 
-def along_row_of(cfg: Config) -> AlongRow:
+def along_row_of(cfg: Config) -> ContextParallel:
   """Choose how the devices along a row of the current mesh share its attention."""
   if num_shards("seq") == 1:
     return WHOLE_ROWS
@@ -91,9 +102,9 @@ def along_row_of(cfg: Config) -> AlongRow:
     from ats_jax.ops.attention.ring import Ring
 
     return Ring()
-  from ats_jax.ops.attention.ulysses import SwappedHeads
+  from ats_jax.ops.attention.ulysses import Ulysses
 
-  return SwappedHeads()
+  return Ulysses()
 
 
 def unroll_of(cfg: Config, platform: str) -> int:
@@ -107,16 +118,16 @@ def unroll_of(cfg: Config, platform: str) -> int:
     cfg: the resolved config.
     platform: "cpu", "gpu" or "tpu".
   """
-  in_a_loop = cfg.precision.deterministic or _layers_of_turn(cfg) > UNROLLED
+  in_a_loop = cfg.precision.deterministic or _layers_of_round(cfg) > MAX_UNROLLED_LAYERS
   fastest = cfg.model.num_layers if platform == "gpu" and not in_a_loop else 1
   return cfg.step.scan_unroll or fastest
 
 
 def is_unrolled(cfg: Config, platform: str) -> bool:
-  """Whether such a device runs its layers without a loop; of a pipeline, those of one turn."""
+  """Whether a device runs its layers (of one round, in a pipeline) without a loop."""
   unroll = unroll_of(cfg, platform)
-  return unroll >= _layers_of_turn(cfg) and (unroll > 1 or cfg.mesh.stage == 1)
+  return unroll >= _layers_of_round(cfg) and (unroll > 1 or cfg.mesh.stage == 1)
 
 
-def _layers_of_turn(cfg: Config) -> int:
+def _layers_of_round(cfg: Config) -> int:
   return cfg.model.num_layers // (cfg.mesh.stage * cfg.mesh.stage_rounds)

@@ -1,4 +1,4 @@
-"""Parameters that know what they are: their logical axes and their role, beside the array."""
+"""Parameters and buffers: arrays with their logical axes and their role."""
 
 import dataclasses
 import enum
@@ -12,8 +12,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ats_jax.config.schema import ModelConfig
-from ats_jax.sharding.apply import check_cut, is_apart, num_shards, reshard_part, standing_for
-from ats_jax.sharding.rules import Part, spec
+from ats_jax.sharding.apply import (
+  check_divisible,
+  has_own_sharding,
+  num_shards,
+  redirect_gradient,
+  reshard_part,
+)
+from ats_jax.sharding.rules import StatePart, spec
 
 
 class Role(enum.StrEnum):
@@ -41,7 +47,7 @@ class Param(nnx.Param):
   Attributes:
     axes: logical axes (sharding/rules.py) of one layer's array. The array of stacked layers has one
       dimension more, in front: a `jax.vmap` over constructors knows nothing of metadata.
-    role: what it does.
+    role: what the parameter does.
   """
 
   axes: tuple[str, ...]
@@ -55,8 +61,8 @@ class Buffer(nnx.Variable):
   """An array that the model reads and no gradient trains: the step sets it from its statistics.
 
   Attributes:
-    axes: as of a `Param`.
-    role: `Role.BUFFER`.
+    axes: logical axes, as in `Param`.
+    role: always `Role.BUFFER`.
   """
 
   axes: tuple[str | None, ...]
@@ -67,23 +73,23 @@ class Buffer(nnx.Variable):
 
 
 def is_variable(x: Any) -> bool:
-  """For `is_leaf`: whether `x` is a parameter or buffer, and not its array."""
+  """Whether `x` is a parameter or a buffer, as opposed to its array; for `is_leaf`."""
   return isinstance(x, nnx.Variable)
 
 
 def per_param(f: Callable[[Param], Any], tree: Any) -> Any:
-  """`tree` with `f(parameter)` in place of each parameter's array, e.g. `optax.partition`'s labels.
+  """Replace each parameter's array by `f(parameter)`, e.g. to make the labels of `optax.partition`.
 
   Raises:
     TypeError: if a leaf is not the array of a parameter.
   """
 
-  def one(param: Any) -> Any:
+  def replace(param: Any) -> Any:
     if not isinstance(param, Param):
       raise TypeError(f"expected a tree of Params, found a leaf of type {type(param).__name__}")
     return jax.tree.map(lambda _: f(param), param)
 
-  return jax.tree.map(one, tree, is_leaf=is_variable)
+  return jax.tree.map(replace, tree, is_leaf=is_variable)
 
 
 def roles(params: Any) -> Any:
@@ -92,17 +98,17 @@ def roles(params: Any) -> Any:
 
 
 def params_of(tree: Any) -> list[Param]:
-  """All parameters of a tree; buffers are none."""
+  """List all parameters of a tree, without buffers."""
   return [v for v in jax.tree.leaves(tree, is_leaf=is_variable) if isinstance(v, Param)]
 
 
 def trainable(model: Any) -> Any:
-  """The model with None in place of its buffers; `merge` undoes it."""
+  """Replace the buffers of a model by None; `merge` puts them back."""
   return jax.tree.map(lambda v: None if isinstance(v, Buffer) else v, model, is_leaf=is_variable)
 
 
 def merge(params: Any, model: Any) -> Any:
-  """`params` (like `trainable(model)`) with the buffers of `model`."""
+  """Combine `params` (like `trainable(model)`) with the buffers of `model`."""
   copied = lambda v: jax.tree.map(lambda x: x, v)  # a copy: writes do not reach the other model
   pick = lambda v, p: copied(v) if isinstance(v, Buffer) else p
   return jax.tree.map(pick, model, params, is_leaf=is_variable)
@@ -110,27 +116,31 @@ def merge(params: Any, model: Any) -> Any:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Whole:
-  """In the place of a parameter's array: whole to compute with, shards to differentiate by.
+class GatheredParam:
+  """Stands for a parameter's array: computes with a gathered copy, differentiates by the shards.
 
-  Wherever the weight is used, its gradient is summed over the devices and scattered: that of all
-  layers is never whole at once.
+  Where the weight is used, its gradient is reduce-scattered at once, so the full gradients of all
+  layers never exist together (stage 2 of ZeRO).
+
+  Attributes:
+    shards: the array that gradients are taken with respect to, sharded as gradients are.
+    gathered: the same values, sharded as the weights are.
   """
 
   shards: jax.Array
-  whole: jax.Array
+  gathered: jax.Array
 
   def __getitem__(self, index: Any) -> jax.Array:
-    cut = jax.typeof(self.shards).sharding.spec
-    return standing_for(cut, self.shards, self.whole)[index]
+    spec = jax.typeof(self.shards).sharding.spec
+    return redirect_gradient(spec, self.shards, self.gathered)[index]
 
 
-def cut_as(part: Part, tree: Any) -> Any:
-  """`tree` with each parameter's array sharded as the plan in use says of a part of the state."""
-  if not is_apart("moments"):  # as in every plan that shards a part otherwise
+def reshard_params(part: StatePart, tree: Any) -> Any:
+  """Reshard the parameters of a tree to the sharding that the current plan has for `part`."""
+  if not has_own_sharding("moments"):  # as in every plan that shards a part otherwise
     return tree
 
-  def one(param: Any) -> Any:
+  def replace(param: Any) -> Any:
     if not isinstance(param, Param):
       return param
     # Stages of a pipeline keep their own layers.
@@ -138,24 +148,29 @@ def cut_as(part: Part, tree: Any) -> Any:
     stacked = lambda x: (stack,) * (x.ndim - len(param.axes))
     return jax.tree.map(lambda x: reshard_part(x, part, *stacked(x), *param.axes), param)
 
-  return jax.tree.map(one, tree, is_leaf=is_variable)
+  return jax.tree.map(replace, tree, is_leaf=is_variable)
 
 
-def shards_of_gradients(params: Any) -> Any:
-  """What to differentiate by, so that gradients are sharded as the plan says; see `lent`."""
-  return cut_as("gradients", params)
+def gradient_shards(params: Any) -> Any:
+  """Reshard parameters as the current plan shards gradients, for `with_gradient_shards`."""
+  return reshard_params("gradients", params)
 
 
-def lent(shards: Any, params: Any) -> Any:
-  """`params` to compute with, differentiable by `shards` (`shards_of_gradients`)."""
-  if not is_apart("gradients"):
+def with_gradient_shards(shards: Any, params: Any) -> Any:
+  """Make `params` differentiable by their `gradient_shards`.
+
+  Args:
+    shards: `gradient_shards(params)`, the argument of `jax.grad`.
+    params: the parameters to compute with.
+  """
+  if not has_own_sharding("gradients"):
     return shards
-  both = lambda s, p: jax.tree.map(Whole, s, p)
+  both = lambda s, p: jax.tree.map(GatheredParam, s, p)
   return jax.tree.map(both, shards, params, is_leaf=is_variable)
 
 
-# The setting that a logical axis of a parameter has its length from.
-_SETTINGS = {
+# The setting that gives the length of each logical axis of parameters, for error messages.
+_SETTING_OF_AXIS = {
   "vocab": "model.vocab_size",
   "embed": "model.d_model",
   "heads": "model.num_heads",
@@ -167,15 +182,15 @@ _SETTINGS = {
 }
 
 
-def born_cut(shape: tuple[int, ...], axes: tuple[str, ...], role: Role) -> jax.P:
-  """The sharding that a parameter of one layer is born in.
+def initial_sharding(shape: tuple[int, ...], axes: tuple[str, ...], role: Role) -> jax.P:
+  """The sharding in which a parameter of one layer is created.
 
   Raises:
     ValueError: if the current mesh does not divide a dimension.
   """
-  settings = _SETTINGS | ({"ff": "moe.d_ff"} if role is Role.EXPERT else {})
+  settings = _SETTING_OF_AXIS | ({"ff": "moe.d_ff"} if role is Role.EXPERT else {})
   for axis, size in zip(axes, shape, strict=True):
-    check_cut(axis, size, settings.get(axis, axis))
+    check_divisible(axis, size, settings.get(axis, axis))
   return spec(*axes)
 
 
@@ -188,7 +203,7 @@ def normal(
   role: Role,
 ) -> Param:
   """Draw a weight from N(0, std^2) in float32, cast to `dtype`, sharded by logical `axes`."""
-  value = _draw(key, shape, std, jnp.dtype(dtype), born_cut(shape, axes, role))
+  value = _draw(key, shape, std, jnp.dtype(dtype), initial_sharding(shape, axes, role))
   return Param(value, axes=axes, role=role)
 
 
@@ -202,29 +217,29 @@ def _draw(
 
 
 def ones(shape: tuple[int, ...], axes: tuple[str, ...], dtype: jnp.dtype, role: Role) -> Param:
-  """A vector of ones, e.g. the scale of a norm."""
-  value = jnp.ones(shape, dtype, out_sharding=born_cut(shape, axes, role))
+  """Make a parameter of ones, such as the scale of a norm, sharded by logical `axes`."""
+  value = jnp.ones(shape, dtype, out_sharding=initial_sharding(shape, axes, role))
   return Param(value, axes=axes, role=role)
 
 
 def zeros(shape: tuple[int, ...], axes: tuple[str, ...], dtype: jnp.dtype, role: Role) -> Param:
-  """A vector of zeros, e.g. a bias."""
-  value = jnp.zeros(shape, dtype, out_sharding=born_cut(shape, axes, role))
+  """Make a parameter of zeros, such as a bias, sharded by logical `axes`."""
+  value = jnp.zeros(shape, dtype, out_sharding=initial_sharding(shape, axes, role))
   return Param(value, axes=axes, role=role)
 
 
 def zero_buffer(shape: tuple[int, ...], axes: tuple[str | None, ...], dtype: jnp.dtype) -> Buffer:
-  """A buffer of zeros."""
+  """Make a buffer of zeros, sharded by logical `axes`."""
   return Buffer(jnp.zeros(shape, dtype, out_sharding=spec(*axes)), axes=axes)
 
 
 def residual_std(cfg: ModelConfig) -> float:
-  """Std of matrices that write to the residual stream: 2 * num_layers of them add up (GPT-2)."""
+  """Std of matrices that write to the residual stream, of which 2 * num_layers add up (GPT-2)."""
   return cfg.init_std / math.sqrt(2 * cfg.num_layers)
 
 
 def head_std(cfg: ModelConfig) -> float:
-  """Std of the output head: logits of a unit-RMS input stay within 0.25, so first loss = ln V.
+  """The std of the output head: logits of a unit-RMS input stay within 0.25, so first loss = ln V.
 
   The excess over ln V is half the logits' variance, at most 0.03 (our choice; no source).
   """

@@ -1,4 +1,4 @@
-"""A decoder's layers as a pipeline: each stage has some of them; see `sharding.pipeline`."""
+"""The stack of a decoder whose layers are divided over pipeline stages (`sharding.pipeline`)."""
 
 import dataclasses
 import functools
@@ -14,8 +14,8 @@ from ats_jax.model.stack import Body, Layers, Loop, Stack
 from ats_jax.ops.remat import remat_policy
 from ats_jax.sharding.apply import reshard
 from ats_jax.sharding.pipeline import (
-  in_words,
-  join,
+  describe_pipeline,
+  join_micro_batches,
   layer_at,
   most_micro_batches,
   num_stages,
@@ -25,12 +25,12 @@ from ats_jax.sharding.pipeline import (
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline(Stack):
-  """The stages of the mesh share the layers of each segment, which is a round.
+  """Runs each segment as one round of a pipeline, its layers divided over the stages of the mesh.
 
   Attributes:
-    loop: of the layers that a stage has of a round. Rounds are alike.
-    num_layers: of all stages and rounds.
-    micro_batches: that a batch of training is cut into.
+    loop: how a stage runs its layers of one round; all rounds are alike.
+    num_layers: the number of layers in all stages and rounds.
+    micro_batches: the number of micro-batches of a training step.
     rounds: how often a micro-batch goes through all stages.
     remat: `step.remat_stages`.
   """
@@ -41,52 +41,53 @@ class Pipeline(Stack):
   rounds: int
   remat: str
 
+  @override
   def draw(
     self, makes: Sequence[Callable[[nnx.Rngs], Any]], repeats: Sequence[int], rngs: nnx.Rngs
   ) -> list[Any]:
-    """See `Stack`; rounds take the keys of one stack, and a stage draws its own weights."""
+    # The rounds take the keys of one stack, and each stage draws its own weights.
     number, *others = repeats
     assert set(others) <= {number}
-    every = rngs.split(number * len(repeats))
-    part = lambda n: jax.tree.map(lambda a: a[n * number : (n + 1) * number], every)
+    all_keys = rngs.split(number * len(repeats))
+    part = lambda n: jax.tree.map(lambda a: a[n * number : (n + 1) * number], all_keys)
     keys = [part(n) for n in range(len(repeats))]
-    return [_drawn(make, of_round) for make, of_round in zip(makes, keys, strict=True)]
+    return [_draw_stages(make, of_round) for make, of_round in zip(makes, keys, strict=True)]
 
   @override
   def join(self, batch: Any) -> Any:
-    return jax.tree.map(join, batch)
+    return jax.tree.map(join_micro_batches, batch)
 
+  @override
   def run(
     self,
     body_of: Callable[[Any, jax.Array | None], Body],
     segments: Sequence[Layers],
     carry: Any,
-    beside: Any,
+    side_inputs: Any,
     key: jax.Array | None,
     *,
     training: bool,
   ) -> tuple[Any, list[Any]]:
-    """See `Stack`; the key is folded with the number of each micro-batch."""
     # All stages have the same formats in the same places (`check_stages`).
     formats = segments[0].formats
 
-    def stage(layers, carry, beside, key):
+    def stage(layers, carry, side_inputs, key):
       blocks, firsts = layers
       return self.loop.run(
-        body_of(beside, key), Layers(blocks, firsts, formats[: len(firsts)]), carry
+        body_of(side_inputs, key), Layers(blocks, firsts, formats[: len(firsts)]), carry
       )
 
     rows = len(jax.tree.leaves(carry)[0])
     rounds = [(layers.blocks, jnp.array(layers.firsts)) for layers in segments]
     micro = self.micro_batches if training else most_micro_batches(rows)
     policy = remat_policy(self.remat)
-    return pipeline(stage, rounds, carry, beside, key, micro=micro, policy=policy)
+    return pipeline(stage, rounds, carry, side_inputs, key, micro=micro, policy=policy)
 
+  @override
   def scan(
     self, body: Callable[[Any, tuple[Any, Any]], tuple[Any, Any]], blocks: Any, carry: Any, xs: Any
   ) -> tuple[Any, Any]:
-    """See `Stack`; the weights of each layer are sent to all stages."""
-
+    # The stage that holds a layer sends its weights to all stages.
     def of_layer(blocks, carry, index_and_x):
       index, x = index_and_x
       return body(carry, (layer_at(blocks, index), x))
@@ -96,10 +97,12 @@ class Pipeline(Stack):
 
   @override
   def facts(self) -> dict[str, str]:
-    return {"pipeline": in_words(self.num_layers, self.micro_batches, num_stages(), self.rounds)}
+    return {
+      "pipeline": describe_pipeline(self.num_layers, self.micro_batches, num_stages(), self.rounds)
+    }
 
 
-def _drawn(make: Callable[[nnx.Rngs], Any], rngs: nnx.Rngs) -> Any:
+def _draw_stages(make: Callable[[nnx.Rngs], Any], rngs: nnx.Rngs) -> Any:
   blocks = jax.vmap(make)(jax.tree.map(lambda a: reshard(a, "layers"), rngs))
   # Buffers are small, and the step sets those of all layers at a time.
   gathered = lambda v: jax.tree.map(lambda a: reshard(a, None, *v.axes), v)

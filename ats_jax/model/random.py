@@ -22,7 +22,7 @@ class Purpose(enum.IntEnum):
 
 
 def fold(key: jax.Array, purpose: Purpose, *numbers: jax.Array | int) -> jax.Array:
-  """The key for a purpose, and for a step, a layer and so on, in the order they are given."""
+  """Fold a purpose and then numbers, such as a step or a layer, into a key, in this order."""
   for number in (purpose, *numbers):
     key = jax.random.fold_in(key, number)
   return key

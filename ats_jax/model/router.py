@@ -1,4 +1,4 @@
-"""Which experts a token goes to, and with what weights.
+"""The router of a mixture of experts: which experts a token goes to, and with what weights.
 
 Letters: B batch, T seq, D d_model, E expert slots with the null experts behind, K choices, G
 groups.
@@ -14,19 +14,19 @@ from ats_jax.config.schema import Config
 from ats_jax.model.numerics import Numerics
 from ats_jax.model.param import Buffer, Role, normal, zero_buffer, zeros
 from ats_jax.model.stats import MoEStats
-from ats_jax.ops.routing import Rule, route
-from ats_jax.sharding.apply import einsum, lay, of_own_rows
+from ats_jax.ops.routing import RoutingRule, route
+from ats_jax.sharding.apply import draw_own_rows, einsum, ensure_sharding
 
-TOKEN_AXES = ("batch", "residual_seq")  # each device routes its own tokens of the stream
+STREAM_TOKEN_AXES = ("batch", "residual_seq")  # each device routes its own tokens of the stream
 CLOSED = -1e30  # the logit of an expert that a token cannot go to; exp() of it is 0
 
 
 class Routing(NamedTuple):
-  """Where tokens go.
+  """The routing of tokens to experts.
 
   Attributes:
-    expert_BTK: int32; the number of slots = nowhere (padding, null experts).
-    weight_BTK: float32.
+    expert_BTK: int32 expert of each choice; the number of slots = none (padding, null experts).
+    weight_BTK: float32 weight of each choice.
   """
 
   expert_BTK: jax.Array
@@ -63,14 +63,14 @@ class Router(nnx.Module):
       self.direction_SD = zero_buffer((self.num_slots, width), ("router", None), wide)
 
   def _initially_open(self, moe) -> jax.Array:
-    """1 for the experts in use at the start; idle slots are spread over groups and devices."""
+    """1 for the experts in use at the start, else 0; idle slots are spread over groups."""
     idle_before = jnp.arange(self.num_slots + 1) * moe.spare_experts // self.num_slots
     used = jnp.diff(idle_before) == 0
     null = jnp.ones(moe.null_experts, bool)
     return jnp.concatenate([used, null]).astype(self.bias_E.dtype)
 
   def is_open(self) -> jax.Array:
-    """1 for each expert that tokens can go to, 0 for an idle slot: like `bias_E`."""
+    """1 for each expert that tokens can go to, 0 for an idle slot; shaped like `bias_E`."""
     ones = jnp.ones_like(self.bias_E[...])
     if not self.cfg.spare_experts:
       return ones
@@ -86,13 +86,13 @@ class Router(nnx.Module):
       valid_BT: bool; the others are padding and go nowhere.
       noise_key: for `moe.noise`; None = no noise.
     """
-    moe, valid_BT = self.cfg, lay(valid_BT, *TOKEN_AXES)
+    moe, valid_BT = self.cfg, ensure_sharding(valid_BT, *STREAM_TOKEN_AXES)
     x_BTD = x_BTD.astype(jnp.promote_types(x_BTD.dtype, jnp.float32))
     logits_BTE = einsum(
       "BTD,DE->BTE",
       x_BTD,
       self.weight[...].astype(x_BTD.dtype),
-      axes=(*TOKEN_AXES, "router"),
+      axes=(*STREAM_TOKEN_AXES, "router"),
       precision=jax.lax.Precision.HIGHEST,
     )
     if self.offset is not None:
@@ -102,10 +102,10 @@ class Router(nnx.Module):
     if moe.noise and noise_key is not None:
       dtype, sharding = logits_BTE.dtype, jax.typeof(logits_BTE).sharding.spec
       draw = lambda shape, cut: jax.random.normal(noise_key, shape, dtype, out_sharding=cut)
-      noise_BTE = of_own_rows(draw, logits_BTE.shape, sharding)
+      noise_BTE = draw_own_rows(draw, logits_BTE.shape, sharding)
       noisy_BTE = logits_BTE + moe.noise * noise_BTE
     selection_BTE = self._selection(jax.lax.stop_gradient(noisy_BTE))
-    rule = Rule(moe.top_k, moe.score, moe.renormalize and moe.top_k > 1, moe.route_scale)
+    rule = RoutingRule(moe.top_k, moe.score, moe.renormalize and moe.top_k > 1, moe.route_scale)
     expert_BTK, weight_BTK, load_BE = route(logits_BTE, selection_BTE, valid_BT, rule, self.kernels)
     goes_BTK = valid_BT[..., None] & (expert_BTK < self.num_slots)
     routing = Routing(jnp.where(goes_BTK, expert_BTK, self.num_slots), weight_BTK)
@@ -115,7 +115,7 @@ class Router(nnx.Module):
     return jax.nn.softmax(logits_BTE) if self.cfg.score == "softmax" else jax.nn.sigmoid(logits_BTE)
 
   def _selection(self, logits_BTE: jax.Array) -> jax.Array:
-    """What the highest are chosen of: biased logits or scores, -inf outside the best groups."""
+    """The biased logits or scores that top-k chooses from, -inf outside the best groups."""
     # By default on the logits, not the scores as published: docs/internals/adr/0007-balance.md.
     on_scores = self.cfg.bias_on == "scores"
     to_bias_BTE = self._scores(logits_BTE) if on_scores else logits_BTE
@@ -135,7 +135,7 @@ class Router(nnx.Module):
     return biased_BTE
 
   def _close(self, x_BTD: jax.Array, logits_BTE: jax.Array) -> jax.Array:
-    """Close idle slots; of a split expert, close to each token the half on the other side."""
+    """Set the logits of idle slots to CLOSED, and penalise the far half of a split expert."""
     if not self.cfg.spare_experts:
       return logits_BTE
     slots_BTS, null_BTE = jnp.split(logits_BTE, [self.num_slots], axis=-1)
@@ -143,7 +143,7 @@ class Router(nnx.Module):
       "BTD,SD->BTS",
       jax.lax.stop_gradient(x_BTD),
       self.direction_SD[...].astype(x_BTD.dtype),
-      axes=(*TOKEN_AXES, "router"),
+      axes=(*STREAM_TOKEN_AXES, "router"),
       precision=jax.lax.Precision.HIGHEST,
     )
     # Exactly one of the sides +1 and -1 is open, on the plane itself too.

@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ats_jax.model.unroll import run_layers, scan_runs, taken_again, unstack
+from ats_jax.model.unroll import reread_layer, run_layers, scan_runs, unstack
 from ats_jax.ops.remat import remat_policy
-from ats_jax.sharding.apply import is_shared, num_shards
+from ats_jax.sharding.apply import has_several_devices, num_shards
 
 # `(fp8, carry, (block, first)) -> (carry, statistics)` of one super-block: which of its layers are
 # multiplied in 8 bits, and the index of the first of them.
@@ -25,12 +25,12 @@ Body = Callable[[tuple[bool, ...], Any, tuple[Any, Any]], tuple[Any, Any]]
 
 
 class Layers(NamedTuple):
-  """Super-blocks that follow each other.
+  """Consecutive super-blocks of one segment.
 
   Attributes:
     blocks: a tree whose every leaf has a leading [repeats].
-    firsts: the index of the first layer of each: a range, or int32 [repeats].
-    formats: of each, which of its layers are multiplied in 8 bits.
+    firsts: the index of the first layer of each super-block: a range, or int32 [repeats].
+    formats: for each super-block, which of its layers multiply in 8 bits.
   """
 
   blocks: Any
@@ -42,27 +42,27 @@ class Loop(Protocol):
   """How the layers of a segment run in a training or evaluation pass."""
 
   def run(self, body: Body, layers: Layers, carry: Any) -> tuple[Any, Any]:
-    """The carry behind the layers, and their statistics with a leading [repeats]."""
+    """Return the carry after the layers, and their statistics with a leading [repeats]."""
     ...
 
 
 class Stack(Protocol):
-  """How a decoder's segments are drawn and run; equal by value, as it is static in a program."""
+  """How a decoder's segments are initialised and run. Hashed by value: it is static under jit."""
 
   def draw(
     self, makes: Sequence[Callable[[nnx.Rngs], Any]], repeats: Sequence[int], rngs: nnx.Rngs
   ) -> list[Any]:
-    """The super-blocks of each segment, stacked: every leaf has a leading [repeats].
+    """Draw the super-blocks of each segment, stacked: every leaf has a leading [repeats].
 
     Args:
-      makes: give one super-block of each segment.
-      repeats: how many each segment has.
-      rngs: gives all keys.
+      makes: for each segment, a function that draws one super-block.
+      repeats: the number of super-blocks of each segment.
+      rngs: the source of all keys.
     """
     ...
 
   def join(self, batch: Any) -> Any | None:
-    """The micro-batches of a step as the rows of one pass; None = each takes a pass of its own.
+    """Join the micro-batches of a step into the rows of one pass; None = one pass for each.
 
     Args:
       batch: a tree of arrays [micro, batch, ...].
@@ -74,7 +74,7 @@ class Stack(Protocol):
     body_of: Callable[[Any, jax.Array | None], Body],
     segments: Sequence[Layers],
     carry: Any,
-    beside: Any,
+    side_inputs: Any,
     key: jax.Array | None,
     *,
     training: bool,
@@ -82,45 +82,45 @@ class Stack(Protocol):
     """Run all segments.
 
     Args:
-      body_of: what a super-block computes, given `beside` and `key` of the rows at hand.
-      segments: from the bottom up.
+      body_of: maps `side_inputs` and `key` of some rows to the function of a super-block.
+      segments: the segments from the bottom up.
       carry: a tree of arrays [rows, ...] that go through the layers.
-      beside: a tree of arrays [rows, ...] that every layer is told about them.
-      key: of a micro-batch, or of all that `join` joined.
-      training: the rows are those of a training step.
+      side_inputs: a tree of arrays [rows, ...] that every layer reads and none changes.
+      key: the key of the micro-batch, or of all micro-batches that `join` joined.
+      training: whether this is a training step.
 
     Returns:
-      The carry behind the last layer, and the statistics of each segment, [repeats, ...].
+      The carry after the last layer, and the statistics of each segment, [repeats, ...].
     """
     ...
 
   def scan(
     self, body: Callable[[Any, tuple[Any, Any]], tuple[Any, Any]], blocks: Any, carry: Any, xs: Any
   ) -> tuple[Any, Any]:
-    """`jax.lax.scan` over the super-blocks of a segment, for generation: a token is no pipeline.
+    """Run `jax.lax.scan` over the super-blocks of a segment; for generation, without a pipeline.
 
     Args:
       body: `(carry, (block, x)) -> (carry, y)`.
-      blocks: as in `Layers`.
-      carry: as in `jax.lax.scan`.
-      xs: what else each super-block is given, with a leading [repeats].
+      blocks: a tree whose every leaf has a leading [repeats].
+      carry: the first carry.
+      xs: further inputs of each super-block, with a leading [repeats].
     """
     ...
 
   def facts(self) -> dict[str, str]:
-    """What the log of a run says of it, by name."""
+    """Describe the stack for the log of a run, by name."""
     ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Remat:
-  """What the backward pass of a super-block computes again.
+  """Rematerialisation: what the backward pass of a super-block computes again.
 
   Attributes:
-    policy: `step.remat`.
-    keep_gathered: `mesh.keep_gathered`.
-    one_barrier: all arguments get a barrier, if one does: jax takes no tree of them where a policy
-      around the layers keeps some results.
+    policy: the value of `step.remat`.
+    keep_gathered: the value of `mesh.keep_gathered`.
+    one_barrier: if one argument needs a barrier, give one to all: jax accepts no tree of barriers
+      where a checkpoint policy around the layers keeps some results.
   """
 
   policy: str
@@ -128,16 +128,16 @@ class Remat:
   one_barrier: bool
 
   def gathers_again(self) -> bool:
-    """Whether the backward pass gathers the weights of a layer that it computes again."""
+    """Whether the backward pass gathers weights again to recompute a layer."""
     return num_shards("embed") > 1 and not self.keep_gathered and self.policy != "none"
 
-  def of(self, super_block: Callable, barriers: Any) -> Callable:
-    """`super_block`, checkpointed.
+  def checkpoint(self, super_block: Callable, barriers: Any) -> Callable:
+    """Wrap the function of a super-block in `jax.checkpoint`.
 
     Args:
-      super_block: to be called once for each layer.
-      barriers: which arguments get one against CSE: a prefix of their tree. (jax accepts that, its
-        type annotation does not.) False = it is called in a loop, which needs none.
+      super_block: the function, called once for each super-block.
+      barriers: which arguments get a barrier against CSE, as a prefix of their tree (jax accepts
+        that, its type annotation does not). False = none, for a call inside a loop.
     """
     if self.policy == "none":
       return super_block
@@ -145,16 +145,16 @@ class Remat:
     return jax.checkpoint(super_block, policy=remat_policy(self.policy), prevent_cse=barriers)
 
   def barriers(self) -> Any:
-    """Those of `(carry, (block, first))` outside of a loop.
+    """The barriers of `(carry, (block, first))` for a call outside of a loop.
 
-    Only gathered weights get one, so that they are not kept; others are resident anyway.
+    Only gathered weights get one, so that they are not kept; other weights are resident anyway.
     """
     return True, (self.gathers_again(), True)
 
 
 @dataclasses.dataclass(frozen=True)
 class Scan(Loop):
-  """A loop over super-blocks, `unroll` of them an iteration."""
+  """Runs super-blocks in a loop, `unroll` of them in each iteration."""
 
   remat: Remat
   unroll: int
@@ -162,13 +162,15 @@ class Scan(Loop):
   @override
   def run(self, body: Body, layers: Layers, carry: Any) -> tuple[Any, Any]:
     barriers = False if self.unroll == 1 else self.remat.barriers()
-    bodies = _bodies(lambda fp8: self.remat.of(functools.partial(body, fp8), barriers), layers)
+    bodies = _bodies(
+      lambda fp8: self.remat.checkpoint(functools.partial(body, fp8), barriers), layers
+    )
     return scan_runs(bodies, carry, (layers.blocks, jnp.array(layers.firsts)), self.unroll)
 
 
 @dataclasses.dataclass(frozen=True)
 class Unrolled(Loop):
-  """Super-blocks one after the other in the program."""
+  """Runs super-blocks one after the other, without a loop."""
 
   remat: Remat
 
@@ -177,36 +179,40 @@ class Unrolled(Loop):
     if self.remat.gathers_again():
       return self._from_stack(body, layers, carry)
     barriers = self.remat.barriers()
-    bodies = _bodies(lambda fp8: self.remat.of(functools.partial(body, fp8), barriers), layers)
+    bodies = _bodies(
+      lambda fp8: self.remat.checkpoint(functools.partial(body, fp8), barriers), layers
+    )
     xs = zip(unstack(layers.blocks), layers.firsts, strict=True)
-    return run_layers(bodies, carry, xs, in_order=is_shared())
+    return run_layers(bodies, carry, xs, in_order=has_several_devices())
 
   def _from_stack(self, body: Body, layers: Layers, carry: Any) -> tuple[Any, Any]:
-    """The backward pass takes a layer from the stack, which is there anyway, and keeps no copy."""
+    """Run layers so that the backward pass reads them from the stack instead of keeping copies."""
 
     def of_layer(fp8, blocks, carry, layer):
       block, index, first = layer
-      return body(fp8, carry, (taken_again(block, blocks, index), first))
+      return body(fp8, carry, (reread_layer(block, blocks, index), first))
 
     barriers = False, True, (False, True, True)  # the index has that of the weights
-    bodies = _bodies(lambda fp8: self.remat.of(functools.partial(of_layer, fp8), barriers), layers)
+    bodies = _bodies(
+      lambda fp8: self.remat.checkpoint(functools.partial(of_layer, fp8), barriers), layers
+    )
     bodies = [functools.partial(body, layers.blocks) for body in bodies]
     xs = zip(unstack(layers.blocks), range(len(bodies)), layers.firsts, strict=True)
-    return run_layers(bodies, carry, xs, in_order=is_shared())
+    return run_layers(bodies, carry, xs, in_order=has_several_devices())
 
 
 def _bodies(of_formats: Callable[[tuple[bool, ...]], Callable], layers: Layers) -> list[Callable]:
-  """A function for each super-block: one for each choice of formats, which is traced once."""
+  """Make the function of each super-block; those with equal formats share one, traced once."""
   cached = functools.cache(of_formats)
   return [cached(fp8) for fp8 in layers.formats]
 
 
 @dataclasses.dataclass(frozen=True)
 class InOrder(Stack):
-  """Each device runs all segments.
+  """Runs all segments on each device.
 
   Attributes:
-    loops: of each segment.
+    loops: how each segment runs.
   """
 
   loops: tuple[Loop, ...]
@@ -228,7 +234,7 @@ class InOrder(Stack):
     body_of: Callable[[Any, jax.Array | None], Body],
     segments: Sequence[Layers],
     carry: Any,
-    beside: Any,
+    side_inputs: Any,
     key: jax.Array | None,
     *,
     training: bool,
@@ -237,7 +243,7 @@ class InOrder(Stack):
     assert num_shards("layers") == 1, "the mesh has stages: choose by `model.numerics.stack_of`"
     stats = []
     for loop, layers in zip(self.loops, segments, strict=True):
-      carry, of_segment = loop.run(body_of(beside, key), layers, carry)
+      carry, of_segment = loop.run(body_of(side_inputs, key), layers, carry)
       stats.append(of_segment)
     return carry, stats
 

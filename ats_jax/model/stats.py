@@ -1,4 +1,4 @@
-"""What sparse layers report of a pass. Sums, so that devices and micro-batches add up.
+"""Statistics of sparse layers in a pass: sums, which add up over devices and micro-batches.
 
 Letters: E expert slots (null experts behind the real ones), L layers that skip tokens.
 """
@@ -13,18 +13,19 @@ from ats_jax.model.layout import Segment
 
 
 class MoEStats(NamedTuple):
-  """Of one mixture-of-experts layer; float32 sums over its tokens, padding left out.
+  """Statistics of one mixture-of-experts layer: float32 sums over its tokens without padding.
 
   Attributes:
-    tokens: how many there were.
-    load_E: choices that fell on each expert.
+    tokens: the number of tokens.
+    load_E: the number of choices of each expert.
     balance: E * sum_e load_share_e * probability_e, with the shares of the step before.
-    sequence_balance: the same with each row's own shares, its mean over the row, summed over rows.
-    z: squared logsumexp of the router's logits.
-    entropy: of each token's probabilities, in nats.
+    sequence_balance: the balance loss with each row's own shares, averaged over the row and summed
+      over rows.
+    z: the squared logsumexp of the router's logits.
+    entropy: the entropy of each token's probabilities, in nats.
     confidence: the highest probability of each token.
-    dropped: choices without a place (capacity mode).
-    overflow: choices for which an exchange of tokens had no room in its first pass.
+    dropped: the number of choices without a place (capacity mode).
+    overflow: the number of choices that did not fit into the first pass of the token exchange.
   """
 
   tokens: jax.Array
@@ -39,17 +40,17 @@ class MoEStats(NamedTuple):
 
 
 class MoDStats(NamedTuple):
-  """Of one layer that skips tokens; float32 sums over tokens, padding left out.
+  """Statistics of one layer that skips tokens: float32 sums over tokens without padding.
 
   Attributes:
-    tokens: how many there were.
-    routed: how many went through.
-    overflow: how many the rule chose but had no place.
-    gate: weights of those that went through.
-    agree: tokens for which training's choice and the causal rule agree.
+    tokens: the number of tokens.
+    routed: the number of tokens that went through the layer.
+    overflow: the number of tokens that were chosen but had no place.
+    gate: the gate weights of the tokens that went through.
+    agree: the number of tokens for which training's choice and the causal rule agree.
     threshold: the score between the last token in and the first one out, summed over rows.
-    rows: rows that had such a score.
-    predictor_loss: binary cross-entropy of the predictor.
+    rows: the number of rows that have such a score.
+    predictor_loss: the binary cross-entropy of the predictor.
   """
 
   tokens: jax.Array
@@ -63,19 +64,20 @@ class MoDStats(NamedTuple):
 
 
 class LayerStats(NamedTuple):
-  """Of one layer; None for what it has not."""
+  """Statistics of one layer; None where the layer is not sparse in that way."""
 
   moe: MoEStats | None
   mod: MoDStats | None
 
 
 class StackStats(NamedTuple):
-  """Of the whole stack.
+  """Statistics of all layers.
 
   Attributes:
     segments: for each segment, for each place of its super-block, `LayerStats` with a leading
       [repeats].
-    depth_L: tokens by the number of skipping layers they went through, [L + 1]; None without any.
+    depth_L: the number of tokens by how many skipping layers they went through, [L + 1]; None if no
+      layer skips tokens.
   """
 
   segments: tuple[tuple[LayerStats, ...], ...]
@@ -83,28 +85,28 @@ class StackStats(NamedTuple):
 
 
 def stack_layers(layout: tuple[Segment, ...], part: str, get: Callable[[int, int], Any]) -> Any:
-  """Stack what is known of the layers that have `part` ("moe" or "mod"), from the bottom up.
+  """Stack arrays of the layers that have `part` ("moe" or "mod"), from the bottom up.
 
   Args:
     layout: the segments.
-    part: which layers.
+    part: the attribute of `LayerKind` that selects layers.
     get: segment and place in its super-block -> a tree of arrays [repeats, ...].
 
   Returns:
     The same tree with [layers with `part`, ...].
   """
-  found, indices = [], []
+  trees, indices = [], []
   for number, segment in enumerate(layout):
     for place, kind in enumerate(segment.kinds):
       if getattr(kind, part):
-        found.append(get(number, place))
+        trees.append(get(number, place))
         indices += segment.layer_indices(place)
   order = jnp.array(sorted(range(len(indices)), key=indices.__getitem__))
-  return jax.tree.map(lambda *arrays: jnp.concatenate(arrays)[order], *found)
+  return jax.tree.map(lambda *arrays: jnp.concatenate(arrays)[order], *trees)
 
 
 def by_layer(stats: StackStats, layout: tuple[Segment, ...], part: str) -> Any:
-  """`MoEStats` ("moe") or `MoDStats` ("mod") of all layers that have them, [layers, ...]."""
+  """Stack the statistics `part` ("moe" or "mod") of the layers that have them, [layers, ...]."""
   return stack_layers(
     layout, part, lambda number, place: getattr(stats.segments[number][place], part)
   )

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ats_jax.sharding.apply import standing_for, unwritten
+from ats_jax.sharding.apply import redirect_gradient, uninitialised
 
 
 def unstack(tree: Any) -> list[Any]:
@@ -37,7 +37,7 @@ def _slices_fwd(stack: jax.Array) -> tuple[tuple[jax.Array, ...], None]:
 
 def _slices_bwd(_, grads: tuple[jax.Array, ...]) -> tuple[jax.Array]:
   aval = jax.typeof(grads[0])
-  stack = unwritten((len(grads), *aval.shape), aval.dtype, jax.P(None, *aval.sharding.spec))
+  stack = uninitialised((len(grads), *aval.shape), aval.dtype, jax.P(None, *aval.sharding.spec))
   # The barrier hides constant indices: XLA turns writes to those into asynchronous copies
   # (docs/lab/log.md).
   places = jax.lax.optimization_barrier(tuple(map(jnp.int32, range(len(grads)))))
@@ -50,35 +50,35 @@ def _slices_bwd(_, grads: tuple[jax.Array, ...]) -> tuple[jax.Array]:
 _slices.defvjp(_slices_fwd, _slices_bwd)
 
 
-def taken_again(layer: Any, stack: Any, index: jax.Array) -> Any:
-  """`layer`, read from the stack where it is used; its gradient is that of `layer`.
+def reread_layer(layer: Any, stack: Any, index: jax.Array) -> Any:
+  """Read a layer from the stack where it is used, with gradients that go to `layer`.
 
-  For what the backward pass computes again: it then keeps the stack, which is there anyway, and no
-  copy of the layer.
+  For layers that the backward pass recomputes: it then keeps the stack, which is resident anyway,
+  and no copy of the layer.
 
   Args:
-    layer: one of `unstack`. Its values are not read.
-    stack: what that was made of.
-    index: int32, which of them it is.
+    layer: a result of `unstack`, which gets the gradient. Its values are not read.
+    stack: the argument of `unstack`.
+    index: int32 index of the layer in the stack.
   """
 
-  def one(own: jax.Array, stack: jax.Array) -> jax.Array:
+  def read(own: jax.Array, stack: jax.Array) -> jax.Array:
     value = jax.lax.dynamic_index_in_dim(jax.lax.stop_gradient(stack), index, keepdims=False)
     is_trained = jnp.issubdtype(own.dtype, jnp.inexact)
-    return standing_for(jax.typeof(own).sharding.spec, own, value) if is_trained else value
+    return redirect_gradient(jax.typeof(own).sharding.spec, own, value) if is_trained else value
 
-  return jax.tree.map(one, layer, stack)
+  return jax.tree.map(read, layer, stack)
 
 
 def run_layers(
   bodies: Sequence[Callable], carry: Any, xs: Iterable[Any], *, in_order: bool = False
 ) -> tuple[Any, Any]:
-  """`jax.lax.scan` unrolled over a list `xs`, with one body for each; outputs are stacked.
+  """Run layers one after the other, like an unrolled `jax.lax.scan`; outputs are stacked.
 
   Args:
-    bodies: of each layer.
-    carry: as in `jax.lax.scan`.
-    xs: of each layer.
+    bodies: the function of each layer, `(carry, x) -> (carry, output)`.
+    carry: the first carry.
+    xs: the input of each layer.
     in_order: in the backward pass, a layer waits for the gradients of the last but one before it.
       Where they are scattered over devices, XLA may put off the matmuls of all layers that make
       them, and then waits for one scatter after the other.
@@ -86,31 +86,31 @@ def run_layers(
   outputs, xs = [], list(xs)
   for index, body in enumerate(bodies):
     if in_order and index + 1 < len(xs):
-      carry, xs[index + 1] = _both_before(carry, xs[index + 1])
+      carry, xs[index + 1] = _tie_gradients(carry, xs[index + 1])
     carry, output = body(carry, xs[index])
     outputs.append(output)
   return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outputs)
 
 
 @jax.custom_vjp
-def _both_before(carry: Any, x: Any) -> tuple[Any, Any]:
-  """The arguments. Nothing that reads the gradient of one runs before the other's is there."""
+def _tie_gradients(carry: Any, x: Any) -> tuple[Any, Any]:
+  """Return both; what reads the gradient of one waits until the gradient of the other exists."""
   return carry, x
 
 
-_both_before.defvjp(
+_tie_gradients.defvjp(
   lambda carry, x: ((carry, x), None), lambda _, grads: jax.lax.optimization_barrier(grads)
 )
 
 
 def scan_runs(bodies: Sequence[Callable], carry: Any, xs: Any, unroll: int) -> tuple[Any, Any]:
-  """`jax.lax.scan` over runs of layers with the same body, one scan after the other.
+  """Run one `jax.lax.scan` after the other, each over consecutive layers with the same body.
 
   Args:
-    bodies: of each layer; layers with the same function are scanned together.
-    carry: as in `jax.lax.scan`.
-    xs: trees with a leading [layers]. If there are several runs, each copies its slices.
-    unroll: as in `jax.lax.scan`.
+    bodies: the function of each layer; consecutive equal functions share a scan.
+    carry: the first carry.
+    xs: trees with a leading [layers]. With several scans, each copies its slices.
+    unroll: layers per iteration.
 
   Returns:
     The last carry, and the outputs of all layers, stacked.
@@ -120,7 +120,7 @@ def scan_runs(bodies: Sequence[Callable], carry: Any, xs: Any, unroll: int) -> t
     return jax.lax.scan(bodies[0], carry, xs, unroll=unroll)
   leaves, structure = jax.tree.flatten(xs)
   sizes = tuple(size for _, size in runs)
-  parts, outputs = zip(*(_cut(leaf, sizes) for leaf in leaves), strict=True), []
+  parts, outputs = zip(*(_split_runs(leaf, sizes) for leaf in leaves), strict=True), []
   for (body, _), part in zip(runs, parts, strict=True):
     carry, output = jax.lax.scan(body, carry, structure.unflatten(part), unroll=unroll)
     outputs.append(output)
@@ -128,18 +128,18 @@ def scan_runs(bodies: Sequence[Callable], carry: Any, xs: Any, unroll: int) -> t
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _cut(stack: jax.Array, sizes: tuple[int, ...]) -> tuple[jax.Array, ...]:
+def _split_runs(stack: jax.Array, sizes: tuple[int, ...]) -> tuple[jax.Array, ...]:
   ends = tuple(itertools.accumulate(sizes))
   return tuple(stack[end - size : end] for size, end in zip(sizes, ends, strict=True))
 
 
-def _cut_fwd(stack: jax.Array, sizes: tuple[int, ...]) -> tuple[tuple[jax.Array, ...], None]:
-  return _cut(stack, sizes), None
+def _split_runs_fwd(stack: jax.Array, sizes: tuple[int, ...]) -> tuple[tuple[jax.Array, ...], None]:
+  return _split_runs(stack, sizes), None
 
 
-def _cut_bwd(sizes: tuple[int, ...], _, grads: tuple[jax.Array, ...]) -> tuple[jax.Array]:
+def _split_runs_bwd(sizes: tuple[int, ...], _, grads: tuple[jax.Array, ...]) -> tuple[jax.Array]:
   # JAX's own derivative would pad the gradient of each slice to a whole stack and add them up.
   return (jnp.concatenate(grads),)
 
 
-_cut.defvjp(_cut_fwd, _cut_bwd)
+_split_runs.defvjp(_split_runs_fwd, _split_runs_bwd)

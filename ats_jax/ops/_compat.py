@@ -11,12 +11,12 @@ from jax._src.cudnn import fused_attention_stablehlo as cudnn
 _LAYOUT = cudnn.AttentionLayout.BTNH
 
 
-def job_client() -> Any:
-  """What this process talks to the coordination service of its job with; None outside a job."""
+def coordination_client() -> Any:
+  """The client of the job's coordination service in this process; None outside a job."""
   return distributed.global_state.client
 
 
-def cudnn_attention(
+def cudnn_attention_forward(
   q_BTNH: jax.Array,
   k_BSKH: jax.Array,
   v_BSKH: jax.Array,
@@ -24,7 +24,7 @@ def cudnn_attention(
   lengths_BM: jax.Array | None,
   scale: float,
   window: int | None = None,
-  of_keys: tuple[jax.Array, jax.Array] | None = None,
+  key_bounds: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
   """Causal cuDNN flash attention within each segment of a packed row; no dense mask.
 
@@ -37,15 +37,15 @@ def cudnn_attention(
     lengths_BM: int32 [batch, M], tokens in each segment, then -1; or None.
     scale: multiplies the scores.
     window: a query sees itself and the `window - 1` tokens before it; None = all before it.
-    of_keys: starts and lengths of the same segments among the keys, of which then a query sees all
-      of its segment. None = as among the queries, and attention is causal.
+    key_bounds: starts and lengths of the same segments among the keys; a query then sees all keys
+      of its segment. None = those of the queries, and attention is causal.
 
   Returns:
     The output like the queries, and the logarithms of the softmax's denominators, float32
     [batch * M, heads, seq], M = 1 for None: those of the batch's first segment come first, then the
     second's... For tokens of no segment they hold anything.
   """
-  k_starts_BM, k_lengths_BM = of_keys or (starts_BM, lengths_BM)
+  k_starts_BM, k_lengths_BM = key_bounds or (starts_BM, lengths_BM)
   results = cudnn.dot_product_attention(
     q_BTNH,
     k_BSKH,
@@ -55,7 +55,7 @@ def cudnn_attention(
     q_offsets=starts_BM,
     kv_offsets=k_starts_BM,
     scale=scale,
-    mask_type=_mask(starts_BM, of_keys),
+    mask_type=_mask(starts_BM, key_bounds),
     sliding_window_length=window,
     return_residual=True,
   )
@@ -74,16 +74,16 @@ def cudnn_attention_backward(
   dy_BTNH: jax.Array,
   scale: float,
   window: int | None = None,
-  of_keys: tuple[jax.Array, jax.Array] | None = None,
+  key_bounds: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Gradients of queries, keys and values, from the output and the statistics that are given.
+  """Gradients of queries, keys and values, from the output and the softmax statistics.
 
-  These need not be what `cudnn_attention` returned: attention weights are `exp(score - lse)`. For
-  tokens of no segment gradients hold anything.
+  The attention weights are `exp(score - lse)`, also for an output and statistics that
+  `cudnn_attention_forward` did not return. Gradients of tokens of no segment are undefined.
   """
-  none, mask = jnp.zeros(0, q_BTNH.dtype), _mask(starts_BM, of_keys)
+  none, mask = jnp.zeros(0, q_BTNH.dtype), _mask(starts_BM, key_bounds)
   starts, lengths = (none if a is None else a for a in (starts_BM, lengths_BM))
-  k_starts, k_lengths = of_keys or (starts, lengths)
+  k_starts, k_lengths = key_bounds or (starts, lengths)
   newer = "score_mod" in inspect.signature(cudnn.dot_product_attention).parameters
   dq_BTNH, dk_BSKH, dv_BSKH = cudnn._dot_product_attention_bwd_p_wrapper.bind(
     q_BTNH,
@@ -111,7 +111,7 @@ def cudnn_attention_backward(
   return dq_BTNH, dk_BSKH, dv_BSKH
 
 
-def _mask(starts_BM, of_keys):
-  if of_keys is not None:
+def _mask(starts_BM, key_bounds):
+  if key_bounds is not None:
     return cudnn.MaskType.PADDING
   return cudnn.MaskType.CAUSAL if starts_BM is None else cudnn.MaskType.PADDING_CAUSAL

@@ -8,14 +8,14 @@ import jax.numpy as jnp
 
 from ats_jax.ops import registry
 from ats_jax.ops.registry import XLA, Kernels
-from ats_jax.sharding.apply import in_place
+from ats_jax.sharding.apply import map_shards
 
 
-class Rates(NamedTuple):
+class UpdateScalars(NamedTuple):
   """Traced float32 scalars of one update.
 
   Attributes:
-    clip: what gradients are multiplied by, see `clip_scale`.
+    clip: the factor of the gradients (`clip_scale`).
     lr: the learning rate.
     bias1: 1 - b1^steps.
     bias2: 1 - b2^steps.
@@ -27,8 +27,8 @@ class Rates(NamedTuple):
   bias2: jax.Array | float
 
 
-class Updated(NamedTuple):
-  """What `adamw` returns: the new values, and the squared norm of the direction (float32)."""
+class AdamWResult(NamedTuple):
+  """The result of `adamw_update`: new values, and the squared norm of the direction (float32)."""
 
   param: jax.Array
   mu: jax.Array
@@ -37,9 +37,9 @@ class Updated(NamedTuple):
 
 
 def clip_scale(grads: Any, max_norm: float) -> jax.Array:
-  """What brings gradients to the global norm `max_norm` if they are above it, float32 scalar.
+  """The factor that clips gradients to the global norm `max_norm`, a float32 scalar.
 
-  The clipped gradients never exist: `adamw` multiplies as it reads.
+  The clipped gradients never exist: `adamw_update` multiplies as it reads.
 
   Args:
     grads: a tree of arrays.
@@ -52,32 +52,32 @@ def clip_scale(grads: Any, max_norm: float) -> jax.Array:
   return jnp.where(norm < max_norm, 1.0, max_norm / norm)
 
 
-def adamw(
+def adamw_update(
   param: jax.Array,
   grad: jax.Array,
   mu: jax.Array,
   nu: jax.Array,
-  rates: Rates,
+  rates: UpdateScalars,
   *,
   b1: float,
   b2: float,
   eps: float,
   weight_decay: float,
   kernels: Kernels = XLA,
-) -> Updated:
+) -> AdamWResult:
   """One parameter's AdamW update (arXiv:1711.05101), float32 arithmetic, each result rounded once.
 
   Args:
     param: any shape.
-    grad: like it, not clipped.
-    mu: first moment, in a dtype of its own.
-    nu: second moment, likewise.
-    rates: what changes from step to step.
+    grad: the gradient before clipping, shaped like `param`.
+    mu: first moment, in any dtype.
+    nu: second moment, in any dtype.
+    rates: the scalars that change from step to step.
     b1: decay of the first moment.
-    b2: decay of the second.
-    eps: added to the root.
-    weight_decay: 0 for what does not decay.
-    kernels: what runs.
+    b2: decay of the second moment.
+    eps: added to the root of the second moment.
+    weight_decay: weight decay; 0 = none.
+    kernels: the chosen implementations.
   """
   constants = dict(b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
   kernel = registry.kernel("adamw", "update", kernels, rows=param.size)
@@ -85,8 +85,8 @@ def adamw(
     rates_4 = jnp.stack([jnp.asarray(r, jnp.float32) for r in rates])
     run = functools.partial(kernel, **constants)
     like = (0, 2, 3, None)
-    param, mu, nu, squares_P = in_place(run, param, grad, mu, nu, rates_4, out_like=like)
-    return Updated(param, mu, nu, jnp.sum(squares_P))
+    param, mu, nu, squares_P = map_shards(run, param, grad, mu, nu, rates_4, out_like=like)
+    return AdamWResult(param, mu, nu, jnp.sum(squares_P))
   g, p, m, v = (a.astype(jnp.float32) for a in (grad, param, mu, nu))
   g *= rates.clip
   m = b1 * m + (1.0 - b1) * g
@@ -96,4 +96,4 @@ def adamw(
   direction = unbiased / (root + eps) + weight_decay * p
   p -= rates.lr * direction
   squares = jnp.sum(jnp.square(direction))
-  return Updated(p.astype(param.dtype), m.astype(mu.dtype), v.astype(nu.dtype), squares)
+  return AdamWResult(p.astype(param.dtype), m.astype(mu.dtype), v.astype(nu.dtype), squares)

@@ -16,13 +16,13 @@ from ats_jax.sharding.apply import (
   all_max,
   all_sum,
   axis_index,
+  ensure_sharding,
   island,
-  lay,
-  num_apart,
+  num_isolated_replicas,
   num_shards,
+  reduce_scatter,
   row_axis,
   seq_axis,
-  sum_blocks,
 )
 
 HEAD_AXES = ("vocab", "embed")
@@ -33,10 +33,10 @@ class LossSums(NamedTuple):
   """Sums over tokens, weighted by the mask; float32 scalars.
 
   Attributes:
-    objective: what is minimised: smoothed cross-entropy + z_loss * logsumexp^2.
-    cross_entropy: plain cross-entropy in nats; its terms [batch, seq] where they are asked for.
+    objective: the loss to minimise: smoothed cross-entropy + z_loss * logsumexp^2.
+    cross_entropy: plain cross-entropy in nats; its terms [batch, seq] with `per_token`.
     z: squared logsumexp.
-    correct: tokens whose target has the highest score.
+    correct: the number of tokens whose target has the highest score.
   """
 
   objective: jax.Array
@@ -66,24 +66,24 @@ def linear_cross_entropy(
   error. `token_logprobs` is for losses that need more.
 
   Args:
-    x_BTD: final activations [batch, seq, d_model], sharded by `x_axes`.
+    x_BTD: final activations [batch, seq, d_model], sharded by `final_activation_axes`.
     head_VD: output matrix [vocab, d_model], same dtype, sharded by `HEAD_AXES`.
     targets_BT: int32 [batch, seq].
     mask_BT: float32 weights; 0 = not counted.
     z_loss: weight of logsumexp^2 (PaLM, arXiv:2204.02311, section 5).
     label_smoothing: share of the target spread evenly over the vocabulary.
     chunk_tokens: tokens of all devices together whose logits exist at one time.
-    kernels: what runs; a vocabulary that is sharded, dtypes other than bfloat16 and capped logits
-      are XLA's.
+    kernels: the chosen implementations; a sharded vocabulary, dtypes other than bfloat16 and capped
+      logits always run in XLA.
     soft_cap: logits z become `soft_cap * tanh(z / soft_cap)` (Gemma 2, arXiv:2408.00118); 0 = they
       stay as they are.
-    per_token: give each token's cross-entropy, not their sum.
+    per_token: return each token's cross-entropy instead of their sum.
 
   Returns:
     Sums over all tokens.
 
   Raises:
-    TypeError: when something else is differentiated.
+    TypeError: if another sum than `objective`, or the mask, is differentiated.
   """
   how = z_loss, label_smoothing, chunk_tokens, kernels, soft_cap, per_token
   return _sums_and_grads(x_BTD, head_VD, targets_BT, mask_BT, *how, with_grads=False)[0]
@@ -128,12 +128,12 @@ def token_logprobs(
   the loss is known only then. `linear_cross_entropy` does not, for weights known beforehand.
 
   Args:
-    x_BTD: final activations [batch, seq, d_model], sharded by `x_axes`.
+    x_BTD: final activations [batch, seq, d_model], sharded by `final_activation_axes`.
     head_VD: output matrix [vocab, d_model], same dtype, sharded by `HEAD_AXES`.
     targets_BT: int32 [batch, seq].
     chunk_tokens: tokens of all devices together whose logits exist at one time.
     kernels: as in `linear_cross_entropy`.
-    soft_cap: likewise.
+    soft_cap: as in `linear_cross_entropy`.
 
   Returns:
     float32 [batch, seq], sharded like the targets.
@@ -147,7 +147,9 @@ def token_logprobs(
     def step(_, inputs):
       x_CD, targets_C = inputs
       logits_CV = _cap(_logits(x_CD, head_VD), soft_cap)
-      rows = _rows(logits_CV, targets_C, 0.0, _beside(kernels, soft_cap), x_CD.dtype)
+      rows = _token_statistics(
+        logits_CV, targets_C, 0.0, _usable_kernels(kernels, soft_cap), x_CD.dtype
+      )
       return None, rows.label - rows.lse
 
     _, logprobs = jax.lax.scan(step, None, (split(x_BTD), split(targets_BT)))
@@ -155,7 +157,7 @@ def token_logprobs(
 
   args = x_BTD, head_VD, targets_BT
   scored = island(local, in_axes=(axes, _WHOLE_HEAD, axes[:2]), out_axes=axes[:2])(*args)
-  return lay(scored, axes[0], "seq")
+  return ensure_sharding(scored, axes[0], "seq")
 
 
 def _logprobs_forward(x_BTD, head_VD, targets_BT, *how):
@@ -193,7 +195,7 @@ def _sums_and_grads(
     _chunk,
     z_loss=z_loss,
     label_smoothing=label_smoothing,
-    kernels=_beside(kernels, soft_cap),
+    kernels=_usable_kernels(kernels, soft_cap),
     soft_cap=soft_cap,
     per_token=per_token,
     with_grads=with_grads,
@@ -205,30 +207,30 @@ def _sums_and_grads(
     of_chunk=of_chunk,
     chunk=_local_chunk(chunk_tokens, axes),
     over_tokens=lambda s: all_sum(s, *of_tokens),
-    scatter=lambda d_VD: all_sum(_scattered(d_VD), *of_tokens, but="embed"),
+    scatter=lambda d_VD: all_sum(_reduce_scatter_widths(d_VD), *of_tokens, excluding="embed"),
     per_token=per_token,
     with_grads=with_grads,
   )
   scalar: Any = ()  # a tree of axes in the place of one of arrays
   each: Any = of_tokens if per_token else scalar
   sums = LossSums(scalar, each, scalar, scalar)
-  grads = (x_axes(x_BTD), HEAD_AXES) if with_grads else None
+  grads = (final_activation_axes(x_BTD), HEAD_AXES) if with_grads else None
   sums, grads = island(
     local, in_axes=(axes, _WHOLE_HEAD, of_tokens, of_tokens), out_axes=(sums, grads)
   )(x_BTD, head_VD, targets_BT, mask_BT)
   if per_token:
-    sums = sums._replace(cross_entropy=lay(sums.cross_entropy, axes[0], "seq"))
+    sums = sums._replace(cross_entropy=ensure_sharding(sums.cross_entropy, axes[0], "seq"))
   return sums, grads
 
 
-def x_axes(x_BTD: jax.Array) -> tuple[str, ...]:
-  """How activations are sharded here: the stages of a pipeline share the rows too."""
+def final_activation_axes(x_BTD: jax.Array) -> tuple[str, ...]:
+  """Logical axes of the final activations; the stages of a pipeline share their rows."""
   return (row_axis(x_BTD.shape[0]), "residual_seq", "act_embed")
 
 
 def _axes_at_head(x_BTD: jax.Array) -> tuple[str, ...]:
-  """How they are where they are scored: all devices of the vocabulary see the same tokens."""
-  rows, _, width = x_axes(x_BTD)
+  """Logical axes in the matmul with the head, where all shards of the vocabulary see all tokens."""
+  rows, _, width = final_activation_axes(x_BTD)
   return (rows, seq_axis("vocab"), width)
 
 
@@ -236,7 +238,7 @@ def _local(
   x_BTD, head_VD, targets_BT, mask_BT, *,
   of_chunk, chunk, over_tokens, scatter, per_token, with_grads,
 ):  # fmt: skip
-  """Work on one device's tokens and its share of the vocabulary."""
+  """Compute the sums and gradients of one device's tokens and its shard of the vocabulary."""
   tokens, d_model = targets_BT.size, x_BTD.shape[-1]
   chunk = min(chunk, tokens)
   split = functools.partial(_split, chunk=chunk)  # padded tokens have mask 0
@@ -256,23 +258,23 @@ def _local(
     return sums, None
   dx_BTD = dx.reshape(-1, d_model)[:tokens].reshape(x_BTD.shape)
   if seq_axis("vocab") == "seq":
-    dx_BTD = sum_blocks(dx_BTD, "vocab", dim=1)
+    dx_BTD = reduce_scatter(dx_BTD, "vocab", dim=1)
   else:
     dx_BTD = all_sum(dx_BTD, "vocab")
   return sums, (dx_BTD.astype(x_BTD.dtype), scatter(dhead_VD))
 
 
-def _scattered(dhead_VD):
-  """The sum of the shares of devices that have parts of the width, of each its own part."""
+def _reduce_scatter_widths(dhead_VD):
+  """Reduce-scatter the gradient of the head along its width."""
   ways, (vocab, d_model) = num_shards("embed"), dhead_VD.shape
   # Blocks go by the first dimension: by another one, XLA would have the width outermost, and copy
   # what the optimizer updates.
   d_WVd = jnp.moveaxis(dhead_VD.reshape(vocab, ways, d_model // ways), 1, 0)
-  return sum_blocks(d_WVd, "embed").reshape(vocab, d_model // ways)
+  return reduce_scatter(d_WVd, "embed").reshape(vocab, d_model // ways)
 
 
 def _local_chunk(chunk_tokens, axes):
-  devices = num_shards(axes[0]) * num_shards(axes[1]) * num_apart()
+  devices = num_shards(axes[0]) * num_shards(axes[1]) * num_isolated_replicas()
   return max(1, chunk_tokens // devices)
 
 
@@ -291,12 +293,12 @@ def _cap(logits_CV, soft_cap):
   return soft_cap * jnp.tanh(logits_CV / soft_cap) if soft_cap else logits_CV
 
 
-def _beside(kernels, soft_cap):
+def _usable_kernels(kernels, soft_cap):
   return XLA if soft_cap else kernels
 
 
-class _Rows(NamedTuple):
-  """Of each token, float32 [C]: log-sum-exp, the target's logit, the largest and the mean logit."""
+class _TokenStatistics(NamedTuple):
+  """float32 [C] for each token: log-sum-exp, the target's logit, the largest and the mean logit."""
 
   lse: jax.Array
   label: jax.Array
@@ -317,14 +319,17 @@ def _chunk(
   per_token,
   with_grads,
 ):
-  """Sums of some tokens, and their share of the gradients."""
+  """Compute the sums of a chunk of tokens, and their part of the gradients."""
   logits_CV = _cap(_logits(x_CD, head_VD), soft_cap)
   if with_grads:
-    rows, dlogits_CV = _rows_and_gradient(
+    rows, dlogits_CV = _token_statistics_and_gradient(
       logits_CV, targets_C, mask_C, z_loss, label_smoothing, kernels, x_CD.dtype
     )
   else:
-    rows, dlogits_CV = _rows(logits_CV, targets_C, label_smoothing, kernels, x_CD.dtype), None
+    rows, dlogits_CV = (
+      _token_statistics(logits_CV, targets_C, label_smoothing, kernels, x_CD.dtype),
+      None,
+    )
   cross_entropy_C = rows.lse - rows.label
   objective_C = cross_entropy_C + z_loss * jnp.square(rows.lse)
   if label_smoothing:
@@ -356,19 +361,21 @@ def _kernel(slot, kernels, logits_CV, dtype):
 
 def _from_kernel(statistics_C4, vocab):
   lse_C, label_C, top_C, logits_C = statistics_C4.T
-  return _Rows(lse_C, label_C, top_C, logits_C / vocab)
+  return _TokenStatistics(lse_C, label_C, top_C, logits_C / vocab)
 
 
-def _rows(logits_CV, targets_C, label_smoothing, kernels, dtype):
+def _token_statistics(logits_CV, targets_C, label_smoothing, kernels, dtype):
   kernel = _kernel("value", kernels, logits_CV, dtype)
   if kernel is not None:
     statistics_C4 = kernel(logits_CV, targets_C, label_smoothing=label_smoothing)
     return _from_kernel(statistics_C4, logits_CV.shape[1])
-  return _reduced(logits_CV, _is_target(logits_CV, targets_C))[0]
+  return _softmax_statistics(logits_CV, _is_target(logits_CV, targets_C))[0]
 
 
-def _rows_and_gradient(logits_CV, targets_C, mask_C, z_loss, label_smoothing, kernels, dtype):
-  """`_Rows`, and the gradient of the masked objective by the logits in `dtype`."""
+def _token_statistics_and_gradient(
+  logits_CV, targets_C, mask_C, z_loss, label_smoothing, kernels, dtype
+):
+  """`_TokenStatistics`, and the gradient of the masked objective by the logits in `dtype`."""
   kernel = _kernel("gradient", kernels, logits_CV, dtype)
   if kernel is not None:
     dlogits_CV, statistics_C4 = kernel(
@@ -376,7 +383,7 @@ def _rows_and_gradient(logits_CV, targets_C, mask_C, z_loss, label_smoothing, ke
     )
     return _from_kernel(statistics_C4, logits_CV.shape[1]), dlogits_CV
   is_target_CV = _is_target(logits_CV, targets_C)
-  rows, exp_CV, total_C = _reduced(logits_CV, is_target_CV)
+  rows, exp_CV, total_C = _softmax_statistics(logits_CV, is_target_CV)
   # d objective / d logits = (1 + 2 z lse) softmax - (1 - s) onehot - s / V, times the mask
   weight_C = (1.0 + 2.0 * z_loss * rows.lse) / total_C
   dlogits_CV = exp_CV * weight_C[:, None] - (1.0 - label_smoothing) * is_target_CV
@@ -391,12 +398,12 @@ def _is_target(logits_CV, targets_C):
   return ids_V == targets_C[:, None]
 
 
-def _reduced(logits_CV, is_target_CV):
-  """`_Rows`, `exp(logits - top)` of this device's share, and the sum of that over all shares."""
+def _softmax_statistics(logits_CV, is_target_CV):
+  """Compute `_TokenStatistics`, `exp(logits - top)` of this shard, and its sum over all shards."""
   top_C = all_max(jnp.max(logits_CV, axis=-1), "vocab")
   exp_CV = jnp.exp(logits_CV - top_C[:, None])
   total_C = all_sum(jnp.sum(exp_CV, axis=-1), "vocab")
   label_C = all_sum(jnp.sum(jnp.where(is_target_CV, logits_CV, 0.0), axis=-1), "vocab")
   vocab = logits_CV.shape[1] * num_shards("vocab")
   mean_C = all_sum(jnp.sum(logits_CV, axis=-1), "vocab") / vocab
-  return _Rows(top_C + jnp.log(total_C), label_C, top_C, mean_C), exp_CV, total_C
+  return _TokenStatistics(top_C + jnp.log(total_C), label_C, top_C, mean_C), exp_CV, total_C

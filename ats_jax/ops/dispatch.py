@@ -1,4 +1,4 @@
-"""Rows to where they are computed, and back, by gathers only: backward too, nothing is scattered.
+"""Dispatch of rows to slots and back by gathers only; the backward pass has no scatter either.
 
 Letters: N tokens, K choices of a token, M = slots that rows are put in, D d_model, E experts.
 Local arrays throughout: call these inside an island.
@@ -19,7 +19,7 @@ class Places(NamedTuple):
 
   Attributes:
     source_M: int32 token in each slot; N = none.
-    choice_M: int32 which choice, n * K + k, is in each slot; N * K = none.
+    choice_M: int32 choice n * K + k in each slot; N * K = none.
     slot_NK: int32 slot of each choice; M = none.
   """
 
@@ -34,9 +34,9 @@ def sort_by_expert(
   """Give every choice a slot, grouped by expert, in the order of tokens within a group.
 
   Args:
-    expert_NK: int32; `num_experts` means nowhere.
-    num_experts: E.
-    kernels: what runs.
+    expert_NK: int32 expert of each choice; `num_experts` = none.
+    num_experts: the number of experts E.
+    kernels: the chosen implementations.
 
   Returns:
     Places with M = N * K, of which those past the last group are empty; int32 [E] group sizes.
@@ -63,13 +63,13 @@ def sort_by_expert(
 def place_in_bins(
   bin_NK: jax.Array, num_bins: int, capacity: int, priority_NK: jax.Array | None = None
 ) -> Places:
-  """Give choices the slots of bins of one size; what comes to a full bin gets none.
+  """Give choices the slots of bins of one size; choices that find their bin full get none.
 
   Args:
-    bin_NK: int32; `num_bins` means nowhere.
-    num_bins: bins.
-    capacity: slots of each.
-    priority_NK: the highest come first; without it the first tokens do.
+    bin_NK: int32 bin of each choice; `num_bins` = none.
+    num_bins: the number of bins.
+    capacity: the number of slots of each bin.
+    priority_NK: choices with the highest priority come first; None = in the order of tokens.
 
   Returns:
     Places with M = num_bins * capacity; bin b has the slots from b * capacity.
@@ -95,14 +95,14 @@ def place_in_bins(
   )
 
 
-def window(places: Places, num_bins: int, start: int | jax.Array, rows: int) -> Places:
-  """The slots from `start` to `start + rows` of each bin, as bins of that size.
+def slot_window(places: Places, num_bins: int, start: int | jax.Array, rows: int) -> Places:
+  """Cut the slots from `start` to `start + rows` out of each bin, as bins of that size.
 
   Args:
-    places: bins of one size, one after another; one bin for those of `sort_by_expert`.
-    num_bins: bins.
-    start: first slot of each bin that counts.
-    rows: slots of each bin in the result; those past the end of a bin are empty.
+    places: bins of one size, one after another; the result of `sort_by_expert` is one bin.
+    num_bins: the number of bins.
+    start: the first slot of each bin to take.
+    rows: the slots of each bin in the result; those past the end of a bin are empty.
 
   Returns:
     Places with M = num_bins * rows. Choices outside the window have no slot.
@@ -128,7 +128,7 @@ def take_rows(x_ND: jax.Array, places: Places, kernels: Kernels = XLA) -> jax.Ar
   kernel = _kernel("take_rows", "forward", kernels, places.slot_NK, width=x_ND.shape[1])
   if kernel is not None:
     return kernel(x_ND, places.source_M)
-  return _rows(x_ND, places.source_M)
+  return _gather_or_zero(x_ND, places.source_M)
 
 
 def _take_forward(x_ND, places, kernels):
@@ -139,7 +139,7 @@ def _take_backward(kernels, places, dout_MD):
   kernel = _kernel("take_rows", "backward", kernels, places.slot_NK, width=dout_MD.shape[1])
   if kernel is not None:
     return kernel(dout_MD, places.slot_NK), None
-  return _rows(dout_MD, places.slot_NK).sum(axis=1).astype(dout_MD.dtype), None
+  return _gather_or_zero(dout_MD, places.slot_NK).sum(axis=1).astype(dout_MD.dtype), None
 
 
 take_rows.defvjp(_take_forward, _take_backward)
@@ -153,9 +153,9 @@ def sum_rows(
 
   Args:
     y_MD: rows [slots, d_model].
-    weight_NK: float32 weights.
-    places: which row is whose.
-    kernels: what runs.
+    weight_NK: float32 weight of each choice.
+    places: the slot of each choice.
+    kernels: the chosen implementations.
 
   Returns:
     [tokens, d_model] in the dtype of `y_MD`, summed in float32.
@@ -163,7 +163,7 @@ def sum_rows(
   kernel = _kernel("sum_rows", "forward", kernels, places.slot_NK, width=y_MD.shape[1])
   if kernel is not None:
     return kernel(y_MD, weight_NK, places.slot_NK)
-  rows_NKD = _rows(y_MD, places.slot_NK)
+  rows_NKD = _gather_or_zero(y_MD, places.slot_NK)
   return jnp.einsum("NKD,NK->ND", rows_NKD, weight_NK).astype(y_MD.dtype)
 
 
@@ -177,11 +177,11 @@ def _sum_backward(kernels, residuals, dout_ND):
   if kernel is not None:
     dy_MD, dweight_NK = kernel(y_MD, weight_NK, *places, dout_ND)
     return dy_MD, dweight_NK, None
-  dout_MD = _rows(dout_ND, places.source_M)
-  weight_M = _rows(weight_NK.reshape(-1), places.choice_M)
+  dout_MD = _gather_or_zero(dout_ND, places.source_M)
+  weight_M = _gather_or_zero(weight_NK.reshape(-1), places.choice_M)
   dy_MD = (dout_MD * weight_M[:, None]).astype(y_MD.dtype)
   dweight_M = jnp.einsum("MD,MD->M", dout_MD.astype(weight_M.dtype), y_MD.astype(weight_M.dtype))
-  return dy_MD, _rows(dweight_M, places.slot_NK), None
+  return dy_MD, _gather_or_zero(dweight_M, places.slot_NK), None
 
 
 sum_rows.defvjp(_sum_forward, _sum_backward)
@@ -191,6 +191,6 @@ def _kernel(op, slot, kernels, a_NK, **widths):
   return registry.kernel(op, slot, kernels, rows=a_NK.shape[0], choices=a_NK.shape[1], **widths)
 
 
-def _rows(x: jax.Array, index: jax.Array) -> jax.Array:
+def _gather_or_zero(x: jax.Array, index: jax.Array) -> jax.Array:
   """`x[index]`, zero where the index is past the end."""
   return x.at[index].get(mode="fill", fill_value=0)

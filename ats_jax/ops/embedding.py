@@ -1,4 +1,4 @@
-"""Table lookup.
+"""Embedding lookup.
 
 The devices that share the rows of a batch have parts of the table's width. Each looks up its part
 of the rows of all of them, and an all-to-all brings the parts of a row together. So no device has
@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 
 from ats_jax.sharding.apply import (
+  all_gather,
   all_sum,
+  all_to_all,
   axis_index,
-  exchange,
-  gather_blocks,
   island,
   num_shards,
   row_axis,
@@ -35,7 +35,7 @@ def embedding_lookup(
   Args:
     table_VD: [vocab, d_model], sharded by `TABLE_AXES`.
     tokens_BT: int32 [batch, seq].
-    dtype: of the result.
+    dtype: the dtype of the result.
     deterministic: compute the table's gradient as a one-hot matmul, which adds in a fixed order,
       instead of a scatter-add, which on a GPU does not. XLA can make the scatter itself
       deterministic; that was slower (docs/lab/log.md).
@@ -51,11 +51,11 @@ def _lookup(table_VD, tokens_BT, dtype, deterministic):
   del deterministic  # only the gradient differs
 
   def local(table_Vd, tokens_BT):
-    tokens_BT = gather_blocks(tokens_BT, "embed")
+    tokens_BT = all_gather(tokens_BT, "embed")
     if num_shards("vocab") == 1:
       rows_BTd = table_Vd.at[tokens_BT].get().astype(dtype)
     else:
-      index_BT, is_own_BT = _own(tokens_BT, len(table_Vd))
+      index_BT, is_own_BT = _local_rows(tokens_BT, len(table_Vd))
       rows_BTd = table_Vd.at[index_BT].get(mode="clip").astype(dtype)
       rows_BTd = jnp.where(is_own_BT[..., None], rows_BTd, jnp.zeros((), dtype))
     return all_sum(_to_rows(rows_BTd), "vocab")
@@ -77,9 +77,9 @@ def _backward(dtype, deterministic, residuals, dx_BTD):
   tokens, x = _axes(tokens_BT)
 
   def local(tokens_BT, dx_BTD):
-    tokens_BT = gather_blocks(tokens_BT, "embed")
+    tokens_BT = all_gather(tokens_BT, "embed")
     dtable_Vd = add_up(tokens_BT, _to_widths(dx_BTD), own, like_V0.dtype)
-    return all_sum(dtable_Vd, *tokens, but="embed").astype(like_V0.dtype)
+    return all_sum(dtable_Vd, *tokens, excluding="embed").astype(like_V0.dtype)
 
   dtable_VD = island(local, in_axes=(tokens, x), out_axes=TABLE_AXES)(tokens_BT, dx_BTD)
   return dtable_VD, None
@@ -89,45 +89,45 @@ _lookup.defvjp(_forward, _backward)
 
 
 def _axes(tokens_BT):
-  """Logical axes of tokens, and of their activations."""
+  """Return the logical axes of tokens, and of their activations."""
   tokens = (row_axis(tokens_BT.shape[0]), "seq")
   return tokens, (*tokens, "act_embed")
 
 
 # Blocks go by the first dimension: by another one, XLA would have the width outermost.
 def _to_rows(x_BTd):
-  """A part of the width of all devices' rows -> this device's rows, whole."""
+  """All-to-all: a shard of the width of all rows to the full width of this device's rows."""
   ways, (batch, seq, width) = num_shards("embed"), x_BTd.shape
-  x_WBTd = exchange(x_BTd, "embed").reshape(ways, batch // ways, seq, width)
+  x_WBTd = all_to_all(x_BTd, "embed").reshape(ways, batch // ways, seq, width)
   return jnp.moveaxis(x_WBTd, 0, 2).reshape(batch // ways, seq, ways * width)
 
 
 def _to_widths(x_BTD):
-  """The opposite of `_to_rows`."""
+  """All-to-all: the full width of this device's rows to a shard of the width of all rows."""
   ways, (batch, seq, width) = num_shards("embed"), x_BTD.shape
   x_WBTd = jnp.moveaxis(x_BTD.reshape(batch, seq, ways, width // ways), 2, 0)
-  return exchange(x_WBTd.reshape(ways * batch, seq, width // ways), "embed")
+  return all_to_all(x_WBTd.reshape(ways * batch, seq, width // ways), "embed")
 
 
-def _own(tokens_BT, own):
-  """Rows of this device's part of the vocabulary, and which of them are in it."""
+def _local_rows(tokens_BT, own):
+  """Indices into this device's shard of the vocabulary, and which tokens are in it."""
   index_BT = tokens_BT - axis_index("vocab") * own
   return index_BT, (index_BT >= 0) & (index_BT < own)
 
 
 def _scattered_sums(tokens_BT, dx_BTd, own, dtype):
-  """Gradient of the table in its dtype, in whatever order."""
-  index_BT, is_own_BT = _own(tokens_BT, own)
+  """Sum the gradient of the table by a scatter-add in its dtype; the order is not fixed."""
+  index_BT, is_own_BT = _local_rows(tokens_BT, own)
   index_BT = jnp.where(is_own_BT, index_BT, own)  # behind the last row: dropped
   zeros_Vd = jnp.zeros((own, dx_BTd.shape[-1]), dtype)
   return zeros_Vd.at[index_BT].add(dx_BTd.astype(dtype), mode="drop")
 
 
 def _one_hot_sums(tokens_BT, dx_BTd, own, dtype):
-  """Gradient of the table in float32, by matmuls of some positions at a time."""
+  """Sum the gradient of the table in float32 by one-hot matmuls, some positions at a time."""
   del dtype
   batch, seq, width = dx_BTd.shape
-  index_BT, _ = _own(tokens_BT, own)  # one that is elsewhere has a row of zeros
+  index_BT, _ = _local_rows(tokens_BT, own)  # one that is elsewhere has a row of zeros
   most = max(1, min(CHUNK_POSITIONS // num_shards("embed"), seq))
   chunk = next(c for c in range(most, 0, -1) if seq % c == 0)
   split = lambda a: jnp.moveaxis(a.reshape(batch, seq // chunk, chunk, *a.shape[2:]), 1, 0)

@@ -20,11 +20,11 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.lax import Precision
 
-from ats_jax.ops.quantise import E4M3, E5M2, cast, cast_and_transpose, scale_of, transposed
+from ats_jax.ops.quantise import E4M3, E5M2, cast, cast_and_transpose, cast_transposed, scale_of
 from ats_jax.ops.registry import XLA, Kernels
 from ats_jax.ops.remat import FP8_MAXIMA
 from ats_jax.sharding.apply import all_max, num_shards
-from ats_jax.sharding.shards import Cut, gather_shards, sum_shards
+from ats_jax.sharding.shards import MatrixSharding, gather_shards, reduce_scatter_shards
 
 MULTIPLE = 16  # of every contracted and every output width: what cuBLASLt takes
 
@@ -33,7 +33,7 @@ def fp8_matmuls(
   x_TK: jax.Array,
   weights: Sequence[jax.Array],
   kernels: Kernels = XLA,
-  cuts: Sequence[Cut | None] | None = None,
+  cuts: Sequence[MatrixSharding | None] | None = None,
 ) -> tuple[jax.Array, ...]:
   """`x @ w` in 8 bits, forward and backward, for several weights, such as those of q, k and v.
 
@@ -46,9 +46,9 @@ def fp8_matmuls(
 
   Args:
     x_TK: activations [..., K].
-    weights: each [K, N] with a width of its own, same dtype; of one that is cut the device's part.
-    kernels: what runs.
-    cuts: for each weight how it is cut; None = it is whole.
+    weights: each [K, N] with its own N, same dtype; of a sharded weight this device's shard.
+    kernels: the chosen implementations.
+    cuts: for each weight how it is sharded; None = not sharded.
 
   Returns:
     [..., N] in the dtype of `x_TK`, for each of the weights.
@@ -80,7 +80,7 @@ def _matmuls(x_TK, weights, kernels, cuts):
 
 
 def _forward(x_TK, weights, kernels, cuts):
-  x_TK = _written(x_TK)
+  x_TK = _materialise(x_TK)
   # Named, so that a backward pass that recomputes the operands need not recompute the scale.
   named = lambda amax: checkpoint_name(amax, FP8_MAXIMA)
 
@@ -89,7 +89,7 @@ def _forward(x_TK, weights, kernels, cuts):
       return named(_amax(w_KN))
     amax = all_max(_amax(w_KN), cut.axis)
     # What has a name is behind a barrier: XLA would not find that both passes gather the same.
-    return amax if cut.is_kept else named(amax)
+    return amax if cut.keep_gathered else named(amax)
 
   largest = [named(_amax(x_TK)), *map(of_all, weights, cuts)]
   scale_x, *scales_w = (scale_of(E4M3, a) for a in largest)
@@ -97,18 +97,18 @@ def _forward(x_TK, weights, kernels, cuts):
 
   def times(w_KN, scale_w, cut):
     if cut is None:
-      w8_NK = transposed(w_KN, scale_w, E4M3, kernels)
+      w8_NK = cast_transposed(w_KN, scale_w, E4M3, kernels)
     else:
-      w8_NK = _gathered(cast(w_KN, scale_w, E4M3), cut).T
+      w8_NK = _gather_8_bits(cast(w_KN, scale_w, E4M3), cut).T
     # Each product is exact; the tensor cores accumulate with some 14 bits. Gradients have longer
     # sums, and ask for accumulators that are carried over to float32 now and then.
-    y_TN = _product(x8_TK, w8_NK, x_TK.dtype, Precision.DEFAULT)
+    y_TN = _matmul_transposed(x8_TK, w8_NK, x_TK.dtype, Precision.DEFAULT)
     return _scale(y_TN, scale_x * scale_w)
 
   results = tuple(map(times, weights, scales_w, cuts))
   # This reads x a second time, but under remat each pass makes only one of the two casts.
-  x8_KT = transposed(x_TK, scale_x, E4M3, kernels)
-  cast8 = lambda w_KN, scale_w, cut: _gathered(cast(w_KN, scale_w, E4M3), cut)
+  x8_KT = cast_transposed(x_TK, scale_x, E4M3, kernels)
+  cast8 = lambda w_KN, scale_w, cut: _gather_8_bits(cast(w_KN, scale_w, E4M3), cut)
   weights8 = tuple(map(cast8, weights, scales_w, cuts))
   like_w = tuple(jnp.zeros(0, w_KN.dtype) for w_KN in weights)
   return results, (x8_KT, scale_x, weights8, scales_w, like_w)
@@ -116,16 +116,16 @@ def _forward(x_TK, weights, kernels, cuts):
 
 def _backward(kernels, cuts, residuals, gradients):
   x8_KT, scale_x, weights8, scales_w, like_w = residuals
-  gradients = [_written(dy_TN) for dy_TN in gradients]
+  gradients = [_materialise(dy_TN) for dy_TN in gradients]
   scales_dy = [scale_of(E5M2, _amax(dy_TN)) for dy_TN in gradients]
 
   def through(dy_TN, scale_dy, w8_KN, scale_w, like, cut):
     dy8_TN, dy8_NT = cast_and_transpose(dy_TN, scale_dy, E5M2, kernels)
-    dx_TK = _product(dy8_TN, w8_KN, dy_TN.dtype, Precision.HIGHEST)
-    dw_KN = _product(x8_KT, dy8_NT, like.dtype, Precision.HIGHEST)
+    dx_TK = _matmul_transposed(dy8_TN, w8_KN, dy_TN.dtype, Precision.HIGHEST)
+    dw_KN = _matmul_transposed(x8_KT, dy8_NT, like.dtype, Precision.HIGHEST)
     dw_KN = _scale(dw_KN, scale_x * scale_dy)
     if cut is not None:
-      dw_KN = sum_shards(dw_KN, cut.axis, cut.dim)
+      dw_KN = reduce_scatter_shards(dw_KN, cut.axis, cut.dim)
     return _scale(dx_TK, scale_dy * scale_w), dw_KN
 
   parts, dweights = zip(
@@ -138,15 +138,15 @@ def _backward(kernels, cuts, residuals, gradients):
 _matmuls.defvjp(_forward, _backward)
 
 
-def _gathered(w8: jax.Array, cut: Cut | None) -> jax.Array:
-  """The parts of all devices, sent as bytes: not every collective knows numbers of 8 bits."""
+def _gather_8_bits(w8: jax.Array, cut: MatrixSharding | None) -> jax.Array:
+  """Gather the shards of all devices, sent as bytes, as not every collective takes 8-bit floats."""
   if cut is None:
     return w8
   parts = jax.lax.bitcast_convert_type(w8, jnp.uint8)
   return jax.lax.bitcast_convert_type(gather_shards(parts, cut.axis, cut.dim), w8.dtype)
 
 
-def _product(a_MC, b_NC, dtype, precision):
+def _matmul_transposed(a_MC, b_NC, dtype, precision):
   """`a @ b.T`, contracting the last dimension of both."""
   return jax.lax.dot_general(
     a_MC, b_NC, (((1,), (1,)), ((), ())), precision, preferred_element_type=dtype
@@ -157,7 +157,7 @@ def _scale(y, scale):
   return (y.astype(jnp.float32) * scale).astype(y.dtype)
 
 
-def _written(x):
+def _materialise(x):
   """Hide `x` from XLA, which writes an array with two readers in float32, as it was computed."""
   return jax.lax.optimization_barrier(x)
 

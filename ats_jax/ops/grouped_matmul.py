@@ -26,7 +26,7 @@ def grouped_matmul(
     x_MD: rows [rows, d_in], sorted by group.
     w_EDF: one matrix a group [groups, d_in, d_out], same dtype.
     sizes_E: int32 [groups]; their sum may be less than M.
-    kernels: what runs.
+    kernels: the chosen implementations.
 
   Returns:
     [rows, d_out] in the dtype of `x_MD`; zero in rows past the last group.
@@ -73,7 +73,7 @@ def add_by_group(y_MF: jax.Array, bias_EF: jax.Array, sizes_E: jax.Array) -> jax
     bias_EF: [groups, width], same dtype.
     sizes_E: int32 [groups]; their sum may be less than M.
   """
-  group_M = _find(jnp.cumsum(sizes_E), jnp.arange(y_MF.shape[0]))
+  group_M = _group_of(jnp.cumsum(sizes_E), jnp.arange(y_MF.shape[0]))
   return y_MF + bias_EF.at[group_M].get(mode="fill", fill_value=0)
 
 
@@ -82,7 +82,7 @@ def _add_forward(y_MF, bias_EF, sizes_E):
 
 
 def _add_backward(sizes_E, dy_MF):
-  group_M = _find(jnp.cumsum(sizes_E), jnp.arange(dy_MF.shape[0]))
+  group_M = _group_of(jnp.cumsum(sizes_E), jnp.arange(dy_MF.shape[0]))
   is_in_ME = group_M[:, None] == jnp.arange(sizes_E.shape[0])
   dbias_EF = jnp.einsum(
     "ME,MF->EF",
@@ -146,8 +146,8 @@ def _wide(dtype: jnp.dtype) -> jnp.dtype:
   return jnp.promote_types(dtype, jnp.float32)
 
 
-def _find(ends: jax.Array, at: jax.Array) -> jax.Array:
-  """In which of the intervals that end there each place lies; their number past the last."""
+def _group_of(ends: jax.Array, at: jax.Array) -> jax.Array:
+  """The index of the interval that each position lies in, given their ends; past the last, E."""
   return jnp.searchsorted(ends, at, side="right", method="compare_all")
 
 
@@ -165,14 +165,14 @@ class _Tiles:
     ends_E = jnp.cumsum(sizes_E)
     tile_ends_E = jnp.cumsum(-(-sizes_E // self.rows))
     tile_J = jnp.arange(-(-num_rows // self.rows) + num_groups)
-    self.group_J = jnp.minimum(_find(tile_ends_E, tile_J), num_groups - 1)
+    self.group_J = jnp.minimum(_group_of(tile_ends_E, tile_J), num_groups - 1)
     starts_E, tile_starts_E = ends_E - sizes_E, tile_ends_E - (-(-sizes_E // self.rows))
     first_J = starts_E[self.group_J] + (tile_J - tile_starts_E[self.group_J]) * self.rows
     source_JR = first_J[:, None] + jnp.arange(self.rows)
     inside_JR = (source_JR < ends_E[self.group_J][:, None]) & (tile_J < tile_ends_E[-1])[:, None]
     self.source_JR = jnp.where(inside_JR, source_JR, num_rows)
     row_M = jnp.arange(num_rows)
-    group_M = jnp.minimum(_find(ends_E, row_M), num_groups - 1)
+    group_M = jnp.minimum(_group_of(ends_E, row_M), num_groups - 1)
     slot_M = tile_starts_E[group_M] * self.rows + row_M - starts_E[group_M]
     self.slot_M = jnp.where(row_M < ends_E[-1], slot_M, self.source_JR.size)
 

@@ -79,7 +79,7 @@ def op(slots: tuple[str, ...], *kernels: Kernel, used_by: Condition | None = Non
   return Op(slots, kernels, used_by)
 
 
-def cuda(
+def cuda_kernel(
   obstacle: Callable[[Config, Device], str],
   why: str,
   *,
@@ -93,7 +93,7 @@ def cuda(
   return Kernel("cuda", where, slots, why, obstacle, tiles or {}, reserve)
 
 
-def reserve_of_the_loss(cfg: Config) -> str:
+def cross_entropy_reserve(cfg: Config) -> str:
   """Why the loss's kernel is no default for a config, "" if it is.
 
   Where another op of this run has a default of the CUDA library, that is built anyway. For this
@@ -115,7 +115,7 @@ OPS: dict[str, Op] = {
     Kernel(
       "cudnn",
       {
-        "forward": cudnn.attention,
+        "forward": cudnn.flash_attention,
         "block_forward": cudnn.block_forward,
         "block_backward": cudnn.block_backward,
       },
@@ -138,7 +138,7 @@ OPS: dict[str, Op] = {
       obstacle=requirements.mosaic_grouped_matmul,
       tiles={"block_m": (128, 256), "block_n": (256, 128), "stages": (4, 3), "strip": (16, 8)},
     ),
-    cuda(
+    cuda_kernel(
       requirements.cuda_grouped_matmul,
       "mosaic takes 0.51 to 0.71 of its time on an H200; elsewhere no step was timed with it",
       tiles={"block_n": (128, 256)},
@@ -150,7 +150,7 @@ OPS: dict[str, Op] = {
   ),
   "swiglu": op(
     FORWARD_BACKWARD,
-    cuda(
+    cuda_kernel(
       requirements.cuda_swiglu,
       "0.88 to 1.02 of XLA's speed on an H200",
       forward=swiglu.swiglu,
@@ -159,7 +159,7 @@ OPS: dict[str, Op] = {
   ),
   "rms_norm": op(
     FORWARD_BACKWARD,
-    cuda(
+    cuda_kernel(
       requirements.cuda_rms_norm,
       "backward 1.5 to 1.9, forward 0.99 to 1.06 times XLA's speed on an H200, but a step of "
       "1.5B took 0.9 % longer with backward (once each), perhaps as XLA joins norms with others",
@@ -169,7 +169,7 @@ OPS: dict[str, Op] = {
   ),
   "rope": op(
     FORWARD_BACKWARD,
-    cuda(
+    cuda_kernel(
       requirements.cuda_rope,
       "0.82 to 0.95 of XLA's speed on an H200",
       forward=rope.rope,
@@ -178,7 +178,7 @@ OPS: dict[str, Op] = {
   ),
   "quantise": op(
     ("transposed", "both"),
-    cuda(
+    cuda_kernel(
       requirements.cuda_quantise,
       "1.5 to 1.6 times XLA's speed on an H200, and arrays keep their layouts around it",
       default=True,
@@ -189,7 +189,7 @@ OPS: dict[str, Op] = {
   ),
   "routing": op(
     FORWARD_BACKWARD,
-    cuda(
+    cuda_kernel(
       requirements.cuda_routing,
       "1.8 to 5.3 times XLA's speed on an H200",
       default=True,
@@ -199,7 +199,7 @@ OPS: dict[str, Op] = {
   ),
   "sort_by_expert": op(
     ("forward",),
-    cuda(
+    cuda_kernel(
       requirements.cuda_routing,
       "23 to 27 times XLA's speed on an H200",
       default=True,
@@ -209,7 +209,7 @@ OPS: dict[str, Op] = {
   ),
   "take_rows": op(
     FORWARD_BACKWARD,
-    cuda(
+    cuda_kernel(
       requirements.cuda_rows,
       "forward 1.36 to 1.48, backward 0.97 to 1.16 of XLA's speed on an H200",
       default=True,
@@ -220,7 +220,7 @@ OPS: dict[str, Op] = {
   ),
   "sum_rows": op(
     FORWARD_BACKWARD,
-    cuda(
+    cuda_kernel(
       requirements.cuda_rows,
       "0.96 to 1.12 of XLA's speed on an H200",
       default=True,
@@ -231,18 +231,18 @@ OPS: dict[str, Op] = {
   ),
   "linear_cross_entropy": op(
     ("value", "gradient"),  # of some tokens, between the matmuls, while their logits exist
-    cuda(
+    cuda_kernel(
       requirements.cuda_cross_entropy,
       "1.9 to 2.2 times XLA's speed on an H200, 0.8 to 1.0 % of a step",
       default=True,
-      reserve=reserve_of_the_loss,
+      reserve=cross_entropy_reserve,
       value=cross_entropy.cross_entropy,
       gradient=cross_entropy.cross_entropy_gradient,
     ),
   ),
   "adamw": op(
     ("update",),
-    cuda(
+    cuda_kernel(
       requirements.cuda_adamw,
       "0.97 to 1.02 of XLA's speed on an H200",
       update=adamw.adamw,

@@ -12,19 +12,22 @@ from ats_jax.ops.remat import SCATTERED_SUM
 from ats_jax.sharding.apply import (
   all_sum,
   einsum,
-  einsum_shares,
+  einsum_reduce_scatter,
+  ensure_sharding,
   gather_positions,
   island,
-  lay,
   num_shards,
+  reduce_scatter,
   reshape,
   seq_axis,
-  sum_blocks,
 )
 from ats_jax.sharding.rules import current_plan
-from ats_jax.sharding.shards import Cut, gather_shards
+from ats_jax.sharding.shards import MatrixSharding, gather_shards
 
-ENTRY = ("residual_seq", "seq")  # how positions are cut before and behind the entry of a sub-layer
+SUB_LAYER_ENTRY = (
+  "residual_seq",
+  "seq",
+)  # axes of positions before and after the entry of a sub-layer
 
 
 def linears(
@@ -35,7 +38,7 @@ def linears(
   outputs: Sequence[Sequence[str]],
   stored: Sequence[Sequence[str]] | None = None,
   fp8: bool = False,
-  gathered: bool = False,
+  keep_gathered: bool = False,
   kernels: Kernels = XLA,
 ) -> tuple[jax.Array, ...]:
   """Multiply the last dimensions of `x` by each of several weights.
@@ -49,11 +52,11 @@ def linears(
     inputs: logical axes of the contracted dimensions, as `x` has them.
     outputs: for each weight, logical axes of the result's new dimensions, whose first ones have
       one `seq_axis`.
-    stored: for each weight its logical axes as it is kept, for 8 bits and `Plan.copies`: where
-      these cut it further, it is gathered here, in 8 bits if these are on. None = gathered before.
+    stored: for each weight the logical axes of its storage, for 8 bits and `Plan.copy_engines`. If
+      they shard it further, it is gathered here, in 8 bits if `fp8`. None = gathered before.
     fp8: multiply in 8 bits (`fp8_matmuls`), each device with the scales of its own block.
-    gathered: keep the weights as they were gathered, for reverse mode.
-    kernels: what runs.
+    keep_gathered: keep the gathered weights for the backward pass.
+    kernels: the chosen implementations.
 
   Returns:
     [batch, seq, *outputs] in the dtype of `x`, for each weight.
@@ -62,12 +65,12 @@ def linears(
     ValueError: in 8 bits, for sizes on a device that are no multiples of 16.
   """
   of_x, of_y = seq_axis(inputs[0]), seq_axis(outputs[0][0])
-  gathers, scatters = (of_x, of_y) == ENTRY, (of_y, of_x) == ENTRY
+  gathers, scatters = (of_x, of_y) == SUB_LAYER_ENTRY, (of_y, of_x) == SUB_LAYER_ENTRY
   at_x, at_y, inside = (("batch", seq) for seq in (of_x, of_y, "seq" if gathers else of_x))
-  if fp8 or current_plan().copies:
+  if fp8 or current_plan().copy_engines:
     used = [(*inputs, *axes) for axes in outputs]
     stored = used if stored is None else stored
-    cut = functools.partial(_cut, num_inputs=len(inputs), is_kept=gathered)
+    cut = functools.partial(_matrix_sharding, num_inputs=len(inputs), keep_gathered=keep_gathered)
     cuts = tuple(map(cut, stored, used))
     of_device = functools.partial(
       _local, inputs=inputs, cuts=cuts, scatters=scatters, fp8=fp8, kernels=kernels
@@ -84,7 +87,7 @@ def linears(
     lead = x.shape[:2] if is_cut else (x.shape[0] * x.shape[1],)
     tokens = len(lead)  # dimensions
     formula = "BTK,KN->BTN" if is_cut else "TK,KN->TN"
-    times = einsum_shares if scatters else einsum
+    times = einsum_reduce_scatter if scatters else einsum
 
     def products(x, *weights):
       x_TK = reshape(x, (*lead, math.prod(x.shape[2:])), axes=(*at_x[:tokens], inputs[0]))
@@ -92,8 +95,8 @@ def linears(
         x_TK = gather_positions(x_TK, *inside, inputs[0])
 
       def product(weight, axes):
-        if gathered:  # as it is stored: XLA then finds that both passes ask for the same
-          weight = lay(weight, *inputs, *axes)
+        if keep_gathered:  # as it is stored: XLA then finds that both passes ask for the same
+          weight = ensure_sharding(weight, *inputs, *axes)
         weight_KN = weight.reshape(x_TK.shape[-1], -1)
         y_TN = times(formula, x_TK, weight_KN, axes=(*at_y[:tokens], axes[0]))
         if scatters:  # or the shares of the sum would be kept
@@ -103,11 +106,11 @@ def linears(
 
       return tuple(map(product, weights, outputs))
 
-  return (_gathering_again(products) if gathers else products)(x, *weights)
+  return (_gather_again_in_backward(products) if gathers else products)(x, *weights)
 
 
-def _gathering_again(products):
-  """`products`, of which reverse mode keeps the arguments, and gathers `x` again.
+def _gather_again_in_backward(products):
+  """Wrap `products` so that the backward pass keeps the arguments and gathers `x` again.
 
   `jax.checkpoint` would put a barrier around weights too, so that these are gathered twice; with
   one around `x` alone it fails under a policy that keeps products (jax 0.12.0.1).
@@ -124,11 +127,11 @@ def _gathering_again(products):
   return f
 
 
-def _cut(stored, used, *, num_inputs, is_kept):
-  """What cuts a matrix [inputs, outputs] that is multiplied with as a whole."""
+def _matrix_sharding(stored, used, *, num_inputs, keep_gathered):
+  """How a matrix [inputs, outputs] is sharded beyond its use; None = not."""
   for dim, (kept, axis) in enumerate(zip(stored, used, strict=True)):
     if kept != axis and num_shards(kept) > num_shards(axis):
-      return Cut(kept, 0 if dim < num_inputs else 1, is_kept)
+      return MatrixSharding(kept, 0 if dim < num_inputs else 1, keep_gathered)
   return None
 
 
@@ -148,12 +151,12 @@ _matmul.defvjp(
 
 
 def _matrix(x, num_rows):
-  """`x` with its first dimensions as one, and its others as one."""
+  """Reshape `x` to a matrix: its first `num_rows` dimensions as one, the others as one."""
   return x.reshape(math.prod(x.shape[:num_rows]), -1)
 
 
 def _local(x, *weights, inputs, cuts, scatters, fp8, kernels):
-  """One device's products."""
+  """Multiply one device's block of `x` by each weight."""
   batch, seq = x.shape[:2]
   if fp8:
     from ats_jax.ops.fp8_matmul import fp8_matmuls
@@ -172,5 +175,5 @@ def _local(x, *weights, inputs, cuts, scatters, fp8, kernels):
   shapes = map(whole, weights, cuts)
   pairs = zip(results, shapes, strict=True)
   if scatters:
-    return tuple(sum_blocks(y_TN.reshape(s), inputs[0], dim=1) for y_TN, s in pairs)
+    return tuple(reduce_scatter(y_TN.reshape(s), inputs[0], dim=1) for y_TN, s in pairs)
   return tuple(all_sum(y_TN, inputs[0]).reshape(s) for y_TN, s in pairs)

@@ -1,4 +1,4 @@
-"""Casts to 8 bits with one scale for an array, and the same transposed.
+"""Casts to 8 bits with one scale for an array, also transposed.
 
 Letters: R rows, C columns.
 """
@@ -16,11 +16,11 @@ MAX_EXPONENT = 60  # of a scale, so that the product of two is a normal float32
 
 
 def scale_of(dtype: Any, amax: jax.Array) -> jax.Array:
-  """The least power of two by which `amax` over it is within range, as float32.
+  """The least power of two that scales `amax` into the range of `dtype`, as float32.
 
   Args:
     dtype: float8_e4m3fn or float8_e5m2.
-    amax: float32 scalar.
+    amax: the largest absolute value, float32 scalar.
   """
   _, exponent = jnp.frexp(amax / float(jnp.finfo(dtype).max))
   return jnp.ldexp(jnp.float32(1), jnp.clip(exponent, -MAX_EXPONENT, MAX_EXPONENT))
@@ -43,16 +43,16 @@ def cast(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
   return scaled.astype(dtype)
 
 
-def transposed(x_RC: jax.Array, scale: jax.Array, dtype: Any, kernels: Kernels = XLA) -> jax.Array:
-  """`cast(x).T`, [C, R].
-
-  For local arrays, as `fp8_matmuls`; the same of `cast_and_transpose`.
+def cast_transposed(
+  x_RC: jax.Array, scale: jax.Array, dtype: Any, kernels: Kernels = XLA
+) -> jax.Array:
+  """`cast(x).T`, [C, R], of a local array.
 
   Args:
-    x_RC: two dimensions.
-    scale: as of `cast`.
-    dtype: as of `cast`.
-    kernels: what runs.
+    x_RC: array of rows and columns.
+    scale: as in `cast`.
+    dtype: as in `cast`.
+    kernels: the chosen implementations.
   """
   kernel = registry.kernel("quantise", "transposed", kernels, **_dims(x_RC))
   if kernel is not None:
@@ -63,7 +63,7 @@ def transposed(x_RC: jax.Array, scale: jax.Array, dtype: Any, kernels: Kernels =
 def cast_and_transpose(
   x_RC: jax.Array, scale: jax.Array, dtype: Any, kernels: Kernels = XLA
 ) -> tuple[jax.Array, jax.Array]:
-  """`cast(x)` and its transpose, [R, C] and [C, R]; arguments as of `transposed`."""
+  """`cast(x)` and its transpose, [R, C] and [C, R]; arguments as in `cast_transposed`."""
   kernel = registry.kernel("quantise", "both", kernels, **_dims(x_RC))
   if kernel is not None:
     return kernel(x_RC, scale, dtype=dtype)

@@ -20,19 +20,19 @@ SCATTERED_SUM = "sub_layer_out"  # of a matmul's shares, over devices
 FP8_MAXIMA = "fp8_amax"  # the largest values of a forward pass
 
 # Results of kernels: 'dots' and 'names' keep them, so that none runs twice.
-_OF_KERNELS = (*ATTENTION_RESULTS, *EXPERT_RESULTS, FP8_MAXIMA)
+_KERNEL_RESULTS = (*ATTENTION_RESULTS, *EXPERT_RESULTS, FP8_MAXIMA)
 
 
 def remat_policy(name: str) -> Callable[..., Any]:
   """Return the `jax.checkpoint` policy of this name in `step.remat`, of which 'none' has none."""
   policies = jax.checkpoint_policies
-  products = policies.save_only_these_names(*_OF_KERNELS, SCATTERED_SUM)
+  products = policies.save_only_these_names(*_KERNEL_RESULTS, SCATTERED_SUM)
   dots = policies.dots_with_no_batch_dims_saveable
   of_attention = *ATTENTION_RESULTS, FP8_MAXIMA
   return {
     "full": policies.nothing_saveable,
     "dots": policies.save_from_both_policies(dots, products),
-    "names": policies.save_only_these_names(*ATTENTION_INPUTS, *MLP_HIDDEN, *_OF_KERNELS),
+    "names": policies.save_only_these_names(*ATTENTION_INPUTS, *MLP_HIDDEN, *_KERNEL_RESULTS),
     "qkv": policies.save_only_these_names(*ATTENTION_INPUTS, *of_attention, ATTENTION_OUT),
     "attention": policies.save_only_these_names(*of_attention),
   }[name]

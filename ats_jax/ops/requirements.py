@@ -13,11 +13,11 @@ from kernels_cuda import cross_entropy, library, rms_norm, routing, rows
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-  """What decides which kernels can run.
+  """The properties of a device that decide which kernels can run.
 
   Attributes:
     platform: "cpu", "gpu" or "tpu".
-    capability: of a GPU, e.g. "9.0".
+    capability: the compute capability of a GPU, e.g. "9.0".
     kind: the model, e.g. "NVIDIA H200"; names the tuning table.
   """
 

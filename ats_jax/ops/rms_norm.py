@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from ats_jax.ops import registry
 from ats_jax.ops.registry import XLA, Kernels
-from ats_jax.sharding.apply import in_place
+from ats_jax.sharding.apply import map_shards
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, *, eps: float, kernels: Kernels = XLA) -> jax.Array:
@@ -17,7 +17,7 @@ def rms_norm(x: jax.Array, scale: jax.Array, *, eps: float, kernels: Kernels = X
     x: activations [..., dim], whose last axis is not sharded.
     scale: [dim].
     eps: added to the mean square.
-    kernels: what runs.
+    kernels: the chosen implementations.
 
   Returns:
     Array like `x`.
@@ -29,7 +29,7 @@ def rms_norm(x: jax.Array, scale: jax.Array, *, eps: float, kernels: Kernels = X
 def _rms_norm(x, scale, eps, kernels):
   kernel = registry.kernel("rms_norm", "forward", kernels, **_dims(x))
   if kernel is not None:
-    return in_place(lambda *a: (kernel(*a, eps=eps),), x, scale, out_like=(0,))[0]
+    return map_shards(lambda *a: (kernel(*a, eps=eps),), x, scale, out_like=(0,))[0]
   x32 = _wide(x)
   return (x32 * _inverse_rms(x32, eps) * scale.astype(x32.dtype)).astype(x.dtype)
 
@@ -43,7 +43,7 @@ def _backward(eps, kernels, residuals, dy):
   kernel = registry.kernel("rms_norm", "backward", kernels, **_dims(x))
   if kernel is not None:
     run = functools.partial(kernel, eps=eps)
-    dx, dscale_PD = in_place(run, x, scale, dy, out_like=(0, None))
+    dx, dscale_PD = map_shards(run, x, scale, dy, out_like=(0, None))
     return dx, jnp.sum(dscale_PD, axis=0).astype(scale.dtype)
   x32, dy32 = _wide(x), _wide(dy)
   inverse_rms = _inverse_rms(x32, eps)

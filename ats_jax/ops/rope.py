@@ -10,21 +10,21 @@ import numpy as np
 
 from ats_jax.ops import registry
 from ats_jax.ops.registry import XLA, Kernels
-from ats_jax.sharding.apply import in_place
+from ats_jax.sharding.apply import map_shards
 
 
 class Scaling(NamedTuple):
-  """How frequencies are lowered for contexts longer than those of the first training. Static.
+  """The scaling of frequencies for contexts longer than in the original training. Static.
 
   Attributes:
     kind: "none", "linear", "llama3" or "yarn".
-    factor: by how much.
-    original_len: context of the first training.
-    slow_turns: a pair that turns less often within that is slowed by all of `factor`.
-    fast_turns: one that turns more often is left as it is; between the two is a ramp, along the
-      frequency (llama3) or the number of the pair (yarn).
-    whole_pairs: the ends of YaRN's ramp are rounded outwards to pairs.
-    concentration: multiplies cosines and sines.
+    factor: the factor by which low frequencies are divided.
+    original_len: the context length of the original training, in tokens.
+    slow_turns: pairs with fewer turns within `original_len` are slowed by `factor`.
+    fast_turns: pairs with more turns within `original_len` are unchanged; between the two is a
+      ramp, along the frequency (llama3) or the index of the pair (yarn).
+    whole_pairs: round the ends of YaRN's ramp outwards to whole pairs.
+    concentration: the factor of cosines and sines.
   """
 
   kind: str = "none"
@@ -70,7 +70,7 @@ def rope_table(
     positions_BT: int32 [batch, seq].
     head_dim: even width of one head.
     theta: base of the frequencies.
-    scaling: how they are lowered.
+    scaling: how the frequencies are scaled for long contexts.
 
   Returns:
     Two float32 arrays [batch, seq, 1, head_dim / 2].
@@ -94,7 +94,7 @@ def rope(
   Args:
     x_BTNH: queries or keys [batch, seq, heads, head_dim].
     table: from `rope_table`; it gets no gradient.
-    kernels: what runs.
+    kernels: the chosen implementations.
 
   Returns:
     Array like `x_BTNH`.
@@ -119,7 +119,7 @@ def _rotate(slot, x_BTNH, cos, sin, kernels):
   dims = dict(rows=x_BTNH.shape[0] * x_BTNH.shape[1], head_dim=x_BTNH.shape[-1])
   kernel = registry.kernel("rope", slot, kernels, heads=x_BTNH.shape[2], **dims)
   if kernel is not None:
-    return in_place(lambda *a: (kernel(*a),), x_BTNH, cos, sin, out_like=(0,))[0]
+    return map_shards(lambda *a: (kernel(*a),), x_BTNH, cos, sin, out_like=(0,))[0]
   first, second = jnp.split(x_BTNH.astype(jnp.promote_types(x_BTNH.dtype, jnp.float32)), 2, axis=-1)
   rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
   return rotated.astype(x_BTNH.dtype)

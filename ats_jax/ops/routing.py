@@ -11,13 +11,13 @@ import jax.numpy as jnp
 
 from ats_jax.ops import registry
 from ats_jax.ops.registry import XLA, Kernels
-from ats_jax.sharding.apply import in_place, num_shards, reshard
+from ats_jax.sharding.apply import map_shards, num_shards, reshard
 
 TINY = 1e-20  # no division by 0 where all scores vanish
 
 
-class Rule(NamedTuple):
-  """How scores become weights. Static.
+class RoutingRule(NamedTuple):
+  """How scores become the weights of the chosen experts. Static.
 
   Attributes:
     top_k: choices of a token.
@@ -36,17 +36,17 @@ def route(
   logits_BTE: jax.Array,
   selection_BTE: jax.Array,
   valid_BT: jax.Array,
-  rule: Rule,
+  rule: RoutingRule,
   kernels: Kernels = XLA,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Choose the `top_k` columns highest in `selection`; weigh them by the scores of `logits`.
 
   Args:
     logits_BTE: float32 [batch, seq, columns], not sharded along the columns.
-    selection_BTE: what decides, the lower column first among equals; gets no gradient.
-    valid_BT: bool; the others are not counted.
+    selection_BTE: the values that are ranked, the lower column first among equals; no gradient.
+    valid_BT: bool; other tokens are not counted.
     rule: how scores become weights.
-    kernels: what runs.
+    kernels: the chosen implementations.
 
   Returns:
     Columns [batch, seq, top_k] int32, of the invalid tokens too; their weights like the logits; and
@@ -63,10 +63,10 @@ def _route(logits_BTE, selection_BTE, valid_BT, rule, kernels):
     run = functools.partial(kernel, **rule._asdict())
     args = logits_BTE, selection_BTE, valid_BT
     if num_shards("residual_seq") == 1:
-      column_BTK, weight_BTK, load_BE = in_place(run, *args, out_like=(0, 0, 2))
+      column_BTK, weight_BTK, load_BE = map_shards(run, *args, out_like=(0, 0, 2))
       return column_BTK, weight_BTK, reshard(load_BE, "batch", "router")
     # The load that the kernel finds is of a device's part of each row.
-    column_BTK, weight_BTK = in_place(lambda *a: run(*a)[:2], *args, out_like=(0, 0))
+    column_BTK, weight_BTK = map_shards(lambda *a: run(*a)[:2], *args, out_like=(0, 0))
     return column_BTK, weight_BTK, _load(_one_hot(column_BTK, logits_BTE), valid_BT, logits_BTE)
   column_BTK = jax.lax.top_k(selection_BTE, rule.top_k)[1]
   is_chosen_BTKE = _one_hot(column_BTK, logits_BTE)
@@ -88,7 +88,7 @@ def _backward(rule, kernels, residuals, cotangents):
   kernel = registry.kernel("routing", "backward", kernels, **_dims(logits_BTE, rule))
   if kernel is not None:
     run = lambda *a: (kernel(*a, **rule._asdict()),)
-    (dlogits_BTE,) = in_place(run, logits_BTE, column_BTK, dweight_BTK, out_like=(0,))
+    (dlogits_BTE,) = map_shards(run, logits_BTE, column_BTK, dweight_BTK, out_like=(0,))
     return dlogits_BTE, None, None
   scores_BTE, is_chosen_BTKE = _scores(logits_BTE, rule), _one_hot(column_BTK, logits_BTE)
   dchosen_BTK = rule.scale * dweight_BTK

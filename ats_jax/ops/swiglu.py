@@ -8,16 +8,16 @@ import jax.numpy as jnp
 
 from ats_jax.ops import registry
 from ats_jax.ops.registry import XLA, Kernels
-from ats_jax.sharding.apply import in_place
+from ats_jax.sharding.apply import map_shards
 
 
 class Gating(NamedTuple):
-  """How a gate and what it lets through are joined. Static.
+  """The activation of the gate, and how it is combined with the up projection. Static.
 
   Attributes:
     kind: "silu" (`swiglu`), "gelu_tanh" or "clamped" (`clamped_swiglu`).
-    limit: of "clamped".
-    slope: likewise.
+    limit: the clamping limit of "clamped".
+    slope: the slope of the sigmoid of "clamped".
   """
 
   kind: str
@@ -32,7 +32,7 @@ def gated(gate: jax.Array, up: jax.Array, gating: Gating, kernels: Kernels = XLA
     gate: [..., d_ff].
     up: like `gate`.
     gating: the function.
-    kernels: what runs.
+    kernels: the chosen implementations.
 
   Returns:
     Array like `gate`.
@@ -55,7 +55,7 @@ def clamped_swiglu(gate: jax.Array, up: jax.Array, limit: float, slope: float) -
     gate: [..., d_ff]; `g = min(gate, limit)`.
     up: like `gate`; `u` is within `limit` on both sides.
     limit: above 0.
-    slope: of the sigmoid.
+    slope: the slope of the sigmoid.
 
   Returns:
     Array like `gate`.
@@ -88,14 +88,14 @@ def swiglu(gate: jax.Array, up: jax.Array, kernels: Kernels = XLA) -> jax.Array:
   Args:
     gate: [..., d_ff].
     up: like `gate`.
-    kernels: what runs.
+    kernels: the chosen implementations.
 
   Returns:
     Array like `gate`.
   """
   kernel = registry.kernel("swiglu", "forward", kernels, **_dims(gate))
   if kernel is not None:
-    return in_place(lambda *a: (kernel(*a),), gate, up, out_like=(0,))[0]
+    return map_shards(lambda *a: (kernel(*a),), gate, up, out_like=(0,))[0]
   gate32, up32 = _wide(gate), _wide(up)
   return (gate32 * jax.nn.sigmoid(gate32) * up32).astype(gate.dtype)
 
@@ -108,7 +108,7 @@ def _backward(kernels, residuals, dy):
   gate, up = residuals
   kernel = registry.kernel("swiglu", "backward", kernels, **_dims(gate))
   if kernel is not None:
-    return in_place(kernel, gate, up, dy, out_like=(0, 1))
+    return map_shards(kernel, gate, up, dy, out_like=(0, 1))
   gate32, up32, dy32 = _wide(gate), _wide(up), _wide(dy)
   sigmoid = jax.nn.sigmoid(gate32)
   silu = gate32 * sigmoid

@@ -20,7 +20,7 @@ from ats_jax.metrics.clock import Clock, Totals
 from ats_jax.metrics.host_copy import start_copy
 from ats_jax.metrics.watcher import Watcher
 from ats_jax.model.decoder import Decoder
-from ats_jax.model.mod import Pass
+from ats_jax.model.forward_pass import Pass
 from ats_jax.model.param import trainable
 from ats_jax.orchestrator import hooks
 from ats_jax.orchestrator.actions.base import Action, Settings, carry_out
@@ -383,7 +383,7 @@ class Supervisor(Watcher):
     if self.acts:
       saved, came_to = action.find(self, step, state)
     if saved is not None:
-      saved = self._program.caught_up(saved, came_to["to"])
+      saved = self._program.catch_up(saved, came_to["to"])
       came_to["lost"] = cost_of_lost_steps(self._program.cfg, step - came_to["to"], self._laps)
     applied = self.acts and not (action.needs_saved and saved is None)
     self._teller.decision(step, decision, came_to, applied=applied)

@@ -1,4 +1,4 @@
-"""A run as shapes, dtypes and shardings on a mesh of any size; no device is used."""
+"""Abstract runs: shapes, dtypes and shardings on a mesh of any size; no device is used."""
 
 import math
 
@@ -18,10 +18,10 @@ from ats_jax.step.state import TrainState
 
 
 def resolve_without_data(cfg: Config) -> Config:
-  """Resolve with the vocabulary that the settings alone tell.
+  """Resolve a config with the vocabulary size that its settings give, without reading data.
 
   Raises:
-    ValueError: if they do not tell it, or as `resolve`.
+    ValueError: if the settings do not give it, or if `resolve` refuses the config.
   """
   known_sizes = {"bytes": ByteTokenizer.vocab_size, "bpe": cfg.data.bpe_vocab_size}
   size = known_sizes.get(cfg.data.tokenizer, cfg.model.vocab_size)
@@ -37,11 +37,11 @@ def abstract_mesh(cfg: Config, devices: int = 0) -> jax.sharding.AbstractMesh:
   """The mesh that `cfg.mesh` asks for, without its devices.
 
   Args:
-    cfg: the run.
-    devices: how many; 0 = as few as the mesh needs.
+    cfg: the config.
+    devices: the number of devices; 0 = as few as the mesh needs.
 
   Raises:
-    ValueError: as `mesh_sizes`.
+    ValueError: if the sizes of the mesh do not fit the devices or the batch (`mesh_sizes`).
   """
   asked = {axis: getattr(cfg.mesh, axis) for axis in MESH_AXES}
   fewest = math.prod(n for n in asked.values() if n != -1)
@@ -66,8 +66,8 @@ def is_ring(cfg: Config) -> bool:
   return cfg.mesh.context_ring and num_shards("seq") > 1
 
 
-def abstract_batch(*shape: int) -> dict[str, jax.ShapeDtypeStruct]:
-  """A batch [..., rows, seq] on the current (abstract) mesh."""
+def batch_on_mesh(*shape: int) -> dict[str, jax.ShapeDtypeStruct]:
+  """An abstract batch of shape [..., rows, seq] on the current (abstract) mesh."""
   mesh = jax.sharding.get_abstract_mesh()
   axes = spec(*[None] * (len(shape) - 2), "batch", "seq")
   return program.abstract_batch(shape, jax.sharding.NamedSharding(mesh, axes))

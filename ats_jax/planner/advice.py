@@ -1,4 +1,4 @@
-"""What to do about a plan, in the user's terms: what does not fit, and why `fit` picks what."""
+"""Advice on a plan: what would make it fit, and why `fit` picked a mesh."""
 
 from typing import Any, NamedTuple
 
@@ -7,30 +7,30 @@ from ats_jax.config.validate import validate
 from ats_jax.metrics.memory import GIB
 from ats_jax.planner.abstract import resolve_without_data
 from ats_jax.planner.describe import describe, planned_bytes
-from ats_jax.planner.fit import AXES, REMATS, Candidate, Fitted, changed
+from ats_jax.planner.fit import AXES, REMATS, Candidate, FitResult, with_settings
 
-ROWS = 8  # of the table of candidates
+SHOWN_CANDIDATES = 8  # rows of the table of candidates
 
 
-class Relief(NamedTuple):
+class MemorySaving(NamedTuple):
   """A setting that would make a plan smaller.
 
   Attributes:
-    settings: by dotted name.
-    bytes: that a device needs with it.
+    settings: the changed settings, by dotted name.
+    bytes: the bytes that a device needs with them.
   """
 
   settings: dict[str, Any]
   bytes: int
 
 
-def reliefs(cfg: Config, devices: int, plan: dict[str, Any]) -> list[Relief]:
-  """Each change that makes a plan smaller, alone, and what it leaves; the smallest plan first.
+def memory_savings(cfg: Config, devices: int, plan: dict[str, Any]) -> list[MemorySaving]:
+  """List single changes that make a plan smaller, the smallest resulting plan first.
 
   Args:
-    cfg: the run, resolved or not.
-    devices: as of `describe`.
-    plan: of these two.
+    cfg: the config, resolved or not.
+    devices: the number of devices, as in `describe`.
+    plan: the result of `describe` for both.
   """
   cfg = resolve_without_data(cfg)
   mesh, used = plan["run"]["mesh"], planned_bytes(plan)
@@ -50,19 +50,19 @@ def reliefs(cfg: Config, devices: int, plan: dict[str, Any]) -> list[Relief]:
     tries.append({"precision.param_dtype": "bfloat16"})
   if "float32" in cfg.optimizer.formats().values():
     tries.append({f"optimizer.{name}_dtype": "bfloat16" for name in cfg.optimizer.formats()})
-  found = []
+  savings = []
   for settings in tries:
     try:
-      smaller = describe(validate(changed(cfg, settings)), devices)
+      smaller = describe(validate(with_settings(cfg, settings)), devices)
     except ValueError:  # the mesh or the batch does not divide
       continue
     if planned_bytes(smaller) < used:
-      found.append(Relief(settings, planned_bytes(smaller)))
-  return sorted(found, key=lambda relief: relief.bytes)
+      savings.append(MemorySaving(settings, planned_bytes(smaller)))
+  return sorted(savings, key=lambda relief: relief.bytes)
 
 
 def memory_lines(cfg: Config, devices: int, plan: dict[str, Any], limit: int) -> list[str]:
-  """Whether a plan fits; if not, its largest parts and what would help, one thing at a time."""
+  """Say whether a plan fits; if not, list its largest parts and single changes that would help."""
   used = planned_bytes(plan)
   if used <= limit:
     return [f"fits: {_gib(used)} of {_gib(limit)} GiB"]
@@ -72,20 +72,22 @@ def memory_lines(cfg: Config, devices: int, plan: dict[str, Any], limit: int) ->
     f"does not fit: {_gib(used)} of {_gib(limit)} GiB, {_gib(used - limit)} too many",
     "  the largest parts: " + ", ".join(f"{name} {_gib(size)}" for name, size in largest),
   ]
-  helps = reliefs(cfg, devices, plan)
+  helps = memory_savings(cfg, devices, plan)
   if helps:
     lines.append("  what would help, one at a time:")
-  width = max((len(_words(relief.settings)) for relief in helps), default=0)
+  width = max((len(_settings_text(relief.settings)) for relief in helps), default=0)
   for relief in helps:
     verdict = "fits" if relief.bytes <= limit else "still too large"
-    lines.append(f"    {_words(relief.settings):<{width}}  {_gib(relief.bytes):>9} GiB  {verdict}")
+    lines.append(
+      f"    {_settings_text(relief.settings):<{width}}  {_gib(relief.bytes):>9} GiB  {verdict}"
+    )
   if not any(relief.bytes <= limit for relief in helps):
     lines.append("  none of it alone: try them together (`ats-jax plan --fit`), or more devices")
   return lines
 
 
-def fit_lines(found: Fitted) -> list[str]:
-  """The candidates that were looked at, the pick, and why."""
+def fit_lines(found: FitResult) -> list[str]:
+  """Render the result of a search: the candidates considered, the pick, and the reasons."""
   looked_at = _shortened(found.considered)
   width = max(len(candidate.mesh) for candidate in [*looked_at, *found.slower]) + 2
   lines = [f"{'mesh':<{width}}{'remat':<15}{'accum':>6}{'GiB':>9}{'ms':>12}"]
@@ -111,7 +113,7 @@ def fit_lines(found: Fitted) -> list[str]:
   return [*lines, f"  {flags('mesh.')} \\", f"  {flags('step.')}"]
 
 
-def _reasons(found: Fitted, pick: Candidate) -> list[str]:
+def _reasons(found: FitResult, pick: Candidate) -> list[str]:
   cfg, settings = found.cfg, pick.settings
   lines = [f"  {_gib(pick.bytes or 0)} of {_gib(found.limit)} GiB; the fastest that fits"]
   axes = [axis.name for axis in AXES if settings[f"mesh.{axis.name}"] > 1]
@@ -130,7 +132,7 @@ def _reasons(found: Fitted, pick: Candidate) -> list[str]:
   return lines
 
 
-def _smallest(found: Fitted) -> list[str]:
+def _smallest(found: FitResult) -> list[str]:
   exact, every = found.plan["device_bytes_exact"], planned_bytes(found.plan)
   mesh = ", ".join(f"{axis}={n}" for axis, n in found.plan["run"]["mesh"].items() if n > 1)
   state, step = sum(exact.values()), found.cfg.step
@@ -153,22 +155,22 @@ def _smallest(found: Fitted) -> list[str]:
 
 
 def _shortened(considered: list[Candidate]) -> list[Candidate]:
-  """Of each mesh what was looked at last, which is smallest; and no more than some."""
+  """The last candidate of each mesh, which is the smallest; at most SHOWN_CANDIDATES."""
   last = {candidate.mesh: candidate for candidate in considered}
   chosen = sorted(last.values(), key=lambda c: (c.fits, c.seconds))
-  return chosen[-ROWS:]
+  return chosen[-SHOWN_CANDIDATES:]
 
 
 def _refusals(refused: dict[str, str]) -> dict[str, list[str]]:
-  """Meshes by the reason why they are not possible."""
-  found: dict[str, list[str]] = {}
+  """Group impossible meshes by reason."""
+  groups: dict[str, list[str]] = {}
   for name, reason in refused.items():
-    found.setdefault(reason, []).append(name)
-  return found
+    groups.setdefault(reason, []).append(name)
+  return groups
 
 
 def _remat(settings: dict[str, Any]) -> str:
-  """What is computed again: of layers, and of the stages of a pipeline if not all of it."""
+  """The remat policies of layers and of the stages of a pipeline, as text."""
   of_stage = settings["step.remat_stages"]
   return settings["step.remat"] + (f"/{of_stage}" if of_stage != "full" else "")
 
@@ -179,7 +181,7 @@ def _row(candidate: Candidate, width: int, size: str, verdict: str) -> str:
   return f"{candidate.mesh:<{width}}{remat:<15}{accum:>6}{size:>9}{time:>12}  {verdict}"
 
 
-def _words(settings: dict[str, Any]) -> str:
+def _settings_text(settings: dict[str, Any]) -> str:
   return " ".join(f"{name}={value}" for name, value in settings.items())
 
 

@@ -16,8 +16,10 @@ from ats_jax.sharding.mesh import on_mesh
 
 # How fast repeated tokens lose their worth: R*_D of Muennighoff et al. 2023, arXiv:2305.16264.
 REPETITION_DECAY = 15.387756
-CURVE = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0)  # multiples of the budget
-GOOD_EPOCHS, FEW_EPOCHS, MOST_EPOCHS = 4, 8, 16
+CURVE_MULTIPLES = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0)  # multiples of the budget
+GOOD_EPOCHS = 4  # repeated tokens are worth nearly as much as fresh ones
+FEW_EPOCHS = 8  # beyond it, watch the validation loss
+MOST_EPOCHS = 16  # beyond it, further epochs win next to nothing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,16 +37,16 @@ class Law:
   beta: float
 
   def loss(self, parameters: float, tokens: float) -> float:
-    """Nats per token."""
+    """The loss in nats per token."""
     return self.E + self.A / parameters**self.alpha + self.B / tokens**self.beta
 
   def optimal_tokens(self, parameters: float) -> float:
-    """The tokens with which no other size makes more of the same compute."""
+    """The number of tokens for which this model size is compute-optimal."""
     ratio = self.beta * self.B / (self.alpha * self.A)
     return (ratio * parameters**self.alpha) ** (1 / self.beta)
 
   def optimum(self, flops: float) -> tuple[float, float]:
-    """Parameters and tokens that make the most of `flops`."""
+    """The compute-optimal numbers of parameters and tokens for `flops`."""
     ratio = self.alpha * self.A / (self.beta * self.B)
     scale = ratio ** (1 / (self.alpha + self.beta))
     parameters = scale * (flops / 6) ** (self.beta / (self.alpha + self.beta))
@@ -116,17 +118,18 @@ def budget(
   tokens_per_sec: float = 0,
   law: Law = LAWS["besiroglu"],
 ) -> dict[str, Any]:
-  """What a budget buys with the model of a config, and whether it fits the model.
+  """Compute what a budget buys with the model of a config, and whether it suits the model.
 
   Args:
-    cfg: the run, resolved or not. Without a budget it is what the config trains on: its steps, or
-      with `length=budget` the optimum, between `least_epochs` and `most_epochs` of the data.
-    tokens: the budget in tokens, or
-    flops: in training FLOPs, causal attention included, or
-    gpu_hours: in hours of one device; needs `tokens_per_sec`.
-    unique_tokens: of the training data; 0 = not known, as if none were seen twice.
-    tokens_per_sec: of one device, measured; 0 = not known, so times are None.
-    law: loss of a dense model.
+    cfg: the config, resolved or not. Without a budget the tokens are those of its run: its
+      steps, or with `length=budget` the optimum, between `least_epochs` and `most_epochs` of the
+      data.
+    tokens: the budget in tokens; give at most one of three.
+    flops: the budget in training FLOPs, causal attention included.
+    gpu_hours: the budget in hours of one device; needs `tokens_per_sec`.
+    unique_tokens: the tokens of the training data; 0 = not known, as if none were seen twice.
+    tokens_per_sec: the measured speed of one device; 0 = not known, so times are None.
+    law: the scaling law of dense models.
 
   Returns:
     Sections of numbers: `model`, `budget`, `data`, `optimal` and `curve`, and `notes` in words.
@@ -197,13 +200,13 @@ def budget(
       "loss_at_this_compute": law.loss(best_parameters, best_tokens),
       "compute_efficiency": law.flops_for(loss) / (6 * parameters * tokens),
     },
-    "curve": [row(multiple * tokens) for multiple in CURVE],
+    "curve": [row(multiple * tokens) for multiple in CURVE_MULTIPLES],
   }
   return plan | {"notes": _notes(cfg, plan, unique_tokens)}
 
 
-def reason(plan: dict[str, Any]) -> str:
-  """Why a run with `length=budget` takes as long as it does, in words; `plan` is of `budget`."""
+def budget_reason(plan: dict[str, Any]) -> str:
+  """Explain the length of a run with `length=budget`; `plan` is the result of `budget`."""
   wanted = plan["optimal"]["epochs"]
   return (
     f"{plan['budget']['epochs']:.2f} epochs: {_amount(plan['model']['law_parameters'])} parameters "
@@ -220,7 +223,7 @@ def _check(amounts: dict[str, float]) -> None:
 
 
 def _notes(cfg: Config, plan: dict[str, Any], unique: float) -> list[str]:
-  """What a number alone would not say."""
+  """Warnings and advice that the numbers alone do not give."""
   notes, coverage, epochs = [], plan["optimal"]["coverage"], plan["budget"]["epochs"]
   if coverage < 0.5:
     notes.append("The budget is short for this size: a smaller model reaches a lower loss with it.")
@@ -262,8 +265,8 @@ def _notes(cfg: Config, plan: dict[str, Any], unique: float) -> list[str]:
   return notes
 
 
-def render(plan: dict[str, Any]) -> str:
-  """The numbers of `budget` as text."""
+def render_budget(plan: dict[str, Any]) -> str:
+  """Render the result of `budget` as text."""
   model, here, best = plan["model"], plan["budget"], plan["optimal"]
   source = {"config": "config", "tokens": "tokens", "flops": "FLOPs", "gpu_hours": "GPU-hours"}
   lines = [

@@ -15,10 +15,10 @@ import numpy as np
 
 BINS = 50  # a point is the mean of a 50th of the run
 MIN_POINTS = 8
-SKIPPED = 0.1  # first share of the run, whose fall is steeper than any power law's
+SKIPPED_FRACTION = 0.1  # first share of the run, whose fall is steeper than any power law's
 ALPHAS = np.arange(0.05, 1.51, 0.05)
 MEMORIES = (10, 20, 50, 100, 200, 500, 1000)  # 1 / (1 - lambda), steps
-ANNEALED = 0.01  # share of the peak rate by which S2 must change before it tells something
+MIN_ANNEALING = 0.01  # share of the peak rate by which S2 must change before it tells something
 SAMPLES = 1000
 # How far the change that a reference foretells is off in a run of its family, as a share of the
 # change: docs/guides/planning.md has the runs that it was read from.
@@ -27,11 +27,11 @@ FAMILY_SPREAD = 0.1
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-  """What is known of a run.
+  """The loss curve of a run so far, and its learning rates.
 
   Attributes:
     steps: updates after which the loss was measured, 1-based, increasing: [n].
-    losses: of those steps, nats per token: [n].
+    losses: the losses of those steps, in nats per token: [n].
     rates: the learning rate of each update of the run, past and planned: [num_steps].
     scale: what the schedule's rates to come are multiplied with.
   """
@@ -43,13 +43,13 @@ class Curve:
 
 
 @dataclasses.dataclass(frozen=True)
-class Fit:
-  """What a curve says of L0, A and C, for each alpha and lambda of the grid.
+class CurveFit:
+  """The posterior of L0, A and C for each alpha and lambda of the grid.
 
   Attributes:
-    log_weights: of the points of the grid: [G].
-    means: of L0, A, C: [G, 3].
-    covariances: [G, 3, 3].
+    log_weights: log weights of the points of the grid: [G].
+    means: means of L0, A, C: [G, 3].
+    covariances: covariances of L0, A, C: [G, 3, 3].
     scatter: standard deviation of a point about the curve.
     is_annealed: whether C is known from something.
   """
@@ -63,10 +63,10 @@ class Fit:
 
 @dataclasses.dataclass(frozen=True)
 class Forecast:
-  """A loss that is not known yet, as samples.
+  """A forecast loss, as samples.
 
   Attributes:
-    samples: of the mean loss over the last 50th of the run: [S].
+    samples: samples of the mean loss over the last 50th of the run: [S].
     is_annealed: False if the samples leave out what the decay of the rate will win, which neither
       the run nor a reference tells: then they bound the loss from above.
   """
@@ -76,7 +76,7 @@ class Forecast:
 
   @property
   def loss(self) -> float:
-    """The median."""
+    """The median of the samples, in nats per token."""
     return float(np.median(self.samples))
 
   def interval(self, coverage: float) -> tuple[float, float]:
@@ -85,12 +85,12 @@ class Forecast:
     return (float(low) if self.is_annealed else -np.inf), float(high)
 
 
-def phase(rates: np.ndarray, step: int) -> str:
-  """What the learning rate does after `step` updates: warm-up, stable, decay or the end.
+def schedule_phase(rates: np.ndarray, step: int) -> str:
+  """The phase of the schedule after `step` updates: warm-up, stable, decay or end.
 
   Args:
-    rates: of all updates, by the schedule: [num_steps].
-    step: updates made so far.
+    rates: the learning rate of each update by the schedule: [num_steps].
+    step: the number of updates made so far.
   """
   if step >= len(rates):
     return "end"
@@ -100,7 +100,7 @@ def phase(rates: np.ndarray, step: int) -> str:
   return "warm-up" if step < rates.argmax() else "decay"
 
 
-def fit(curve: Curve, reference: Fit | None = None) -> Fit:
+def fit_curve(curve: Curve, reference: CurveFit | None = None) -> CurveFit:
   """Fit the curve, with what a reference run says of alpha, lambda and C as the prior.
 
   Bayesian linear regression of L0, A, C at each point of the grid. The residuals are taken as
@@ -120,7 +120,7 @@ def fit(curve: Curve, reference: Fit | None = None) -> Fit:
 
   precision_GFF = np.swapaxes(X_GnF, 1, 2) @ X_GnF / variance
   target_GF = np.swapaxes(X_GnF, 1, 2) @ y_n / variance
-  is_annealed = bool(np.ptp(X_GnF[:, :, 2]) > ANNEALED * curve.rates.max())
+  is_annealed = bool(np.ptp(X_GnF[:, :, 2]) > MIN_ANNEALING * curve.rates.max())
   is_annealed |= reference is not None and reference.is_annealed
   prior_G, centre_G = np.full(len(X_GnF), 1e-12), np.zeros(len(X_GnF))
   if reference is not None:
@@ -134,17 +134,18 @@ def fit(curve: Curve, reference: Fit | None = None) -> Fit:
   log_weights -= 0.5 * prior_G * (means[:, 2] - centre_G) ** 2
   if reference is not None:
     log_weights += reference.log_weights
-  return Fit(log_weights - log_weights.max(), means, covariances, float(scatter), is_annealed)
+  return CurveFit(log_weights - log_weights.max(), means, covariances, float(scatter), is_annealed)
 
 
-def forecast(curve: Curve, fitted: Fit, rates: np.ndarray | None = None) -> Forecast:
-  """The loss at the end of a run.
+def forecast(curve: Curve, fitted: CurveFit, rates: np.ndarray | None = None) -> Forecast:
+  """Forecast the loss at the end of a run.
 
   Args:
-    curve: of the run so far.
-    fitted: of that curve.
-    rates: another plan from here, [its number of steps]; None = that of the curve. Forecasts of
-      several plans share their samples, so that differences are sharper than either.
+    curve: the curve of the run so far.
+    fitted: the fit of that curve.
+    rates: other learning rates to continue with, [its number of steps]; None = those of the
+      curve. Forecasts of several plans share their samples, so that their differences are
+      sharper than either.
   """
   rates = curve.rates if rates is None else rates
   rng = np.random.default_rng(0)
@@ -167,8 +168,8 @@ def forecast(curve: Curve, fitted: Fit, rates: np.ndarray | None = None) -> Fore
 
 
 def _first_step(rates: np.ndarray) -> int:
-  """Where fitting begins."""
-  return max(int(rates.argmax()) + 1, round(SKIPPED * len(rates)))
+  """The first step that is fitted."""
+  return max(int(rates.argmax()) + 1, round(SKIPPED_FRACTION * len(rates)))
 
 
 def _binned(curve: Curve, skipped: int) -> tuple[np.ndarray, np.ndarray]:

@@ -14,10 +14,10 @@ from ats_jax.planner.abstract import (
 )
 from ats_jax.planner.hardware import Hardware
 from ats_jax.planner.memory import kv_cache_bytes, peak, state_memory
-from ats_jax.planner.seconds import render as render_seconds
+from ats_jax.planner.seconds import render_seconds as render_seconds
 from ats_jax.planner.seconds import step_seconds
 from ats_jax.sharding.mesh import on_mesh
-from ats_jax.sharding.pipeline import in_words
+from ats_jax.sharding.pipeline import describe_pipeline
 
 
 def describe(cfg: Config, devices: int = 0, hardware: Hardware | None = None) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def flops_per_token(cfg: Config, model: Any) -> dict[str, float]:
   }
 
 
-def render(plan: dict[str, Any]) -> str:
+def render_plan(plan: dict[str, Any]) -> str:
   """The numbers of `describe` as text."""
   run, kv = plan["run"], plan["kv_cache_bytes"]
   stages, rounds = run["mesh"]["stage"], run["stage_rounds"]
@@ -121,7 +121,8 @@ def render(plan: dict[str, Any]) -> str:
     f"devices: {run['devices']:,} ({', '.join(f'{a}={n}' for a, n in run['mesh'].items())})",
     f"at a time on each: {rows:,} x {positions:,} tokens",
     *(
-      [f"pipeline: {in_words(run['layers'], run['micro_batches'], stages, rounds)}"] * (stages > 1)
+      [f"pipeline: {describe_pipeline(run['layers'], run['micro_batches'], stages, rounds)}"]
+      * (stages > 1)
     ),
     "",
     *_table("parameters", ("total", "active"), _parameter_rows(plan["parameters"])),

@@ -33,8 +33,8 @@ def without_expert_axis(cfg: Config, devices: int, plan: dict[str, Any]) -> dict
   return {"mesh.fsdp": fsdp, "bytes": without, "bytes_with": with_axis, "prefer": prefer}
 
 
-def render(found: dict[str, Any]) -> list[str]:
-  """What `without_expert_axis` found, as text."""
+def render_expert_axis(found: dict[str, Any]) -> list[str]:
+  """Render the result of `without_expert_axis` as text."""
   sizes = f"mesh.fsdp={found['mesh.fsdp']}, mesh.expert=1"
   gap = (found["bytes"] - found["bytes_with"]) / GIB
   size = f"{found['bytes'] / GIB:,.3f} GiB a device"

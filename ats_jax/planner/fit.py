@@ -1,4 +1,4 @@
-"""Which mesh, remat and accumulation fit the memory of the devices, and are fastest among these.
+"""Searches for the fastest mesh, remat and accumulation that fit the memory of the devices.
 
 The search is best first. A candidate enters with a bound of its time, from the shapes of the model;
 its time, which needs the bytes of its state, is asked for when no bound is lower, and its memory,
@@ -17,7 +17,7 @@ from ats_jax.config.validate import validate
 from ats_jax.model.count import count
 from ats_jax.model.layout import check_stages
 from ats_jax.model.numerics import is_unrolled
-from ats_jax.model.param import born_cut, params_of
+from ats_jax.model.param import initial_sharding, params_of
 from ats_jax.planner.abstract import (
   abstract_mesh,
   abstract_state,
@@ -31,19 +31,19 @@ from ats_jax.planner.seconds import step_seconds
 from ats_jax.sharding.apply import num_shards
 from ats_jax.sharding.mesh import ONE_HOST, on_mesh
 from ats_jax.sharding.pipeline import num_stages
-from ats_jax.sharding.rules import MESH_AXES, SHARDS
+from ats_jax.sharding.rules import MESH_AXES, ZERO_AXES
 from ats_jax.step.state import TrainState
 
-SHOWN = 8  # of the meshes that are slower
-SLACK = 1.02  # how far what is scaled may be above what is traced
+SHOWN_SLOWER = 8  # how many slower meshes are listed
+SCALING_SLACK = 1.02  # how far scaled activations may exceed traced ones
 
 
 class Axis(NamedTuple):
   """A mesh axis whose size is searched; `data` takes the devices that are left.
 
   Attributes:
-    name: of the setting in `mesh`.
-    most: its largest size for a config.
+    name: the name of the setting in `mesh`.
+    most: gives the largest size for a config.
   """
 
   name: str
@@ -63,19 +63,19 @@ AXES = (
 )
 REMATS = ("none", "dots", "names", "qkv", "attention", "full")  # from what computes least twice
 ROUNDS = (1, 2, 4)  # of `mesh.stage_rounds`; more are as many messages for less and less
-OF_STAGES = ("dots", "names", "qkv", "attention")  # of `step.remat_stages`, which else is 'full'
-STAGES = (3, 2, 1)  # of `mesh.zero`, from what takes least memory
+STAGE_REMATS = ("dots", "names", "qkv", "attention")  # of `step.remat_stages`, which else is 'full'
+ZERO_STAGES = (3, 2, 1)  # of `mesh.zero`, from what takes least memory
 
 
 class Candidate(NamedTuple):
   """One way to run a config.
 
   Attributes:
-    settings: what the search decides, by dotted name.
-    seconds: of a step, `likely` of `step_seconds`.
-    bytes: that a device needs; None = not looked at. Of a state that is too large by itself, that
-      of the state.
-    fits: whether it needs no more than there is.
+    settings: the settings that the search decides, by dotted name.
+    seconds: the seconds of a step (`likely` of `step_seconds`).
+    bytes: the bytes that a device needs; None = not computed. If the state alone is too large, the
+      bytes of the state.
+    fits: whether the bytes are within the limit.
   """
 
   settings: dict[str, Any]
@@ -85,26 +85,26 @@ class Candidate(NamedTuple):
 
   @property
   def mesh(self) -> str:
-    """Its mesh in words."""
+    """The mesh as text."""
     sizes = {name.removeprefix("mesh."): n for name, n in self.settings.items() if "mesh." in name}
     zero = sizes.pop("zero")
     axes = [f"{axis}={n}" for axis, n in sizes.items() if n > 1] or ["data=1"]
     return ", ".join(axes) + (f", zero={zero}" if zero < 3 else "")
 
 
-class Fitted(NamedTuple):
-  """What the search found.
+class FitResult(NamedTuple):
+  """The result of the search.
 
   Attributes:
-    pick: the fastest that fits; None = nothing does.
-    considered: those whose memory was looked at, fastest first; a pick is the last.
-    slower: of the fastest meshes that were not looked at, as they are slower than the pick, the
-      fastest of each.
-    unseen: how many more of these meshes there are.
-    refused: meshes that are not possible, and why.
-    plan: of the pick, or else of what needs least, as `describe` gives it.
-    cfg: its config.
-    limit: bytes that a device has.
+    pick: the fastest candidate that fits; None = none does.
+    considered: candidates whose memory was computed, fastest first; a pick is the last.
+    slower: the fastest meshes that are slower than the pick, whose memory was not computed; the
+      fastest candidate of each.
+    unseen: the number of further slower meshes.
+    refused: the reason for each mesh that is not possible.
+    plan: the plan (`describe`) of the pick, or of the candidate that needs least.
+    cfg: the config of that plan.
+    limit: the bytes that a device has.
   """
 
   pick: Candidate | None
@@ -117,16 +117,16 @@ class Fitted(NamedTuple):
   limit: int
 
 
-def fit(cfg: Config, devices: int, limit: int, hardware: Hardware) -> Fitted:
+def fit(cfg: Config, devices: int, limit: int, hardware: Hardware) -> FitResult:
   """Find the fastest plan of a config that fits.
 
   The rows of an update, their length and the model stay, so every candidate makes the same updates.
 
   Args:
-    cfg: the run, resolved or not; the mesh that it asks for is not read.
-    devices: how many share it.
-    limit: bytes that a device has.
-    hardware: rates.
+    cfg: the config, resolved or not; its mesh is not read.
+    devices: the number of devices.
+    limit: the bytes that a device has.
+    hardware: the rates of devices and links.
 
   Raises:
     ValueError: if no mesh of so many devices is possible.
@@ -141,14 +141,14 @@ def fit(cfg: Config, devices: int, limit: int, hardware: Hardware) -> Fitted:
   while search.queue and not (considered and considered[-1].fits):
     considered += search.look_at_fastest()
   pick = considered[-1] if considered[-1].fits else None
-  best = changed(cfg, (pick or search.smallest(considered)).settings)
+  best = with_settings(cfg, (pick or search.smallest(considered)).settings)
   plan = describe(best, devices, hardware)
   slower, unseen = search.others({c.mesh for c in considered})
-  return Fitted(pick, considered, slower, unseen, refused, plan, best, limit)
+  return FitResult(pick, considered, slower, unseen, refused, plan, best, limit)
 
 
-def changed(cfg: Config, settings: dict[str, Any]) -> Config:
-  """A resolved `cfg` with other settings, by dotted name."""
+def with_settings(cfg: Config, settings: dict[str, Any]) -> Config:
+  """Replace settings of a resolved config, by dotted name."""
   for name, value in settings.items():
     section, field = name.split(".")
     part = dataclasses.replace(getattr(cfg, section), **{field: value})
@@ -157,10 +157,7 @@ def changed(cfg: Config, settings: dict[str, Any]) -> Config:
 
 
 def meshes(cfg: Config, devices: int) -> Iterator[dict[str, Any]]:
-  """Every split of the devices over `data` and AXES, with the stages of ZeRO that differ.
-
-  And with rounds of a pipeline.
-  """
+  """Yield every split of the devices over `data` and AXES, with stages of ZeRO and rounds."""
   divisors = lambda most: [n for n in range(1, min(devices, most) + 1) if devices % n == 0]
   for sizes in itertools.product(*(divisors(axis.most(cfg)) for axis in AXES)):
     if devices % math.prod(sizes):
@@ -174,8 +171,8 @@ def meshes(cfg: Config, devices: int) -> Iterator[dict[str, Any]]:
     if (asked := cfg.mesh.compress_gradients) != "none":  # likewise, and in a pipeline
       sends = mesh["mesh.data"] > 1 and mesh["mesh.stage"] == 1
       mesh["mesh.compress_gradients"] = asked if sends else "none"
-    shards = math.prod(mesh[f"mesh.{axis}"] for axis in SHARDS)
-    for zero in STAGES if shards > 1 else STAGES[:1]:
+    shards = math.prod(mesh[f"mesh.{axis}"] for axis in ZERO_AXES)
+    for zero in ZERO_STAGES if shards > 1 else ZERO_STAGES[:1]:
       gathers = shards > 1 and mesh["mesh.stage"] == 1 and zero == 3
       for name in ("keep_gathered", "copy_engines"):
         if getattr(cfg.mesh, name):  # likewise
@@ -186,21 +183,22 @@ def meshes(cfg: Config, devices: int) -> Iterator[dict[str, Any]]:
 
 
 def remats(mesh: dict[str, Any]) -> list[dict[str, Any]]:
-  """What the backward pass may compute again. With a pipeline its stages, or their layers too."""
-  found = [{"step.remat": remat, "step.remat_stages": "full"} for remat in REMATS]
+  """List the remat settings to try; with a pipeline also those that recompute stages only."""
+  choices = [{"step.remat": remat, "step.remat_stages": "full"} for remat in REMATS]
   if mesh["mesh.stage"] > 1:
-    found = [{"step.remat": "none", "step.remat_stages": kept} for kept in OF_STAGES] + found
-  return found
+    stages = [{"step.remat": "none", "step.remat_stages": policy} for policy in STAGE_REMATS]
+    choices = stages + choices
+  return choices
 
 
 class _Entry(NamedTuple):
   """A candidate in the queue; the smallest comes first.
 
   Attributes:
-    seconds: of a step, or a bound.
-    ties: what decides between equal times; no two entries have the same.
-    settings: as of `Candidate`.
-    is_bound: whether its seconds are one.
+    seconds: the seconds of a step, or a lower bound of them.
+    ties: decides between equal seconds; unique to each entry.
+    settings: as in `Candidate`.
+    is_bound: whether `seconds` is a lower bound.
   """
 
   seconds: float
@@ -220,7 +218,7 @@ class _Search:
     self.states: dict[str, TrainState] = {}
     self.kept: dict[Any, list[int]] = {}  # of one and two rows, by axes and remat
     alone = {f"mesh.{axis}": 1 for axis in (*MESH_AXES, "stage_rounds")}
-    one = changed(cfg, alone | {"step.accum_steps": 1})
+    one = with_settings(cfg, alone | {"step.accum_steps": 1})
     with on_mesh(one, abstract_mesh(one)):
       state = abstract_state(one)
     self.model, self.bytes = state.model, device_bytes(state)
@@ -232,7 +230,7 @@ class _Search:
     for mesh in meshes(self.cfg, self.devices):
       first = mesh | remats(mesh)[0] | {"step.accum_steps": mesh["mesh.stage"]}
       try:
-        self._check(validate(changed(self.cfg, first)))
+        self._check(validate(with_settings(self.cfg, first)))
       except ValueError as error:
         refused[Candidate(first, 0.0).mesh] = str(error).splitlines()[0]
         continue
@@ -243,7 +241,10 @@ class _Search:
   def look_at_fastest(self) -> list[Candidate]:
     """The fastest that is left with its memory; if it does not fit, others of its mesh follow."""
     entry = self._fastest()
-    candidate, cfg = Candidate(entry.settings, entry.seconds), changed(self.cfg, entry.settings)
+    candidate, cfg = (
+      Candidate(entry.settings, entry.seconds),
+      with_settings(self.cfg, entry.settings),
+    )
     if candidate.mesh in self.too_large:
       return []
     state = self._state(cfg, candidate.mesh)
@@ -258,14 +259,14 @@ class _Search:
     with on_mesh(cfg, abstract_mesh(cfg, self.devices)):
       of_step = peak(cfg, state, self._kept).parts
     used = of_state + sum(of_step.values())
-    if used <= SLACK * self.limit:  # what was scaled is traced
+    if used <= SCALING_SLACK * self.limit:  # what was scaled is traced
       used = planned_bytes(describe(cfg, self.devices))
     if used > self.limit:
       self._push(entry.settings, above=cfg.step.accum_steps)
     return [candidate._replace(bytes=used, fits=used <= self.limit)]
 
   def smallest(self, considered: list[Candidate]) -> Candidate:
-    """What needs least where nothing fits: the smallest state, most recomputed, one row a time."""
+    """The candidate that needs least memory: smallest state, full remat, one row at a time."""
     least = min(considered, key=lambda c: c.bytes or 0)
     mesh = {name: n for name, n in least.settings.items() if name.startswith("mesh.")}
     shards = mesh["mesh.data"] * mesh["mesh.fsdp"] * mesh["mesh.expert"]
@@ -280,7 +281,7 @@ class _Search:
     self.queue = [entry for entry in self.queue if name(entry) not in looked_at]
     left = {name(entry) for entry in self.queue}
     heapq.heapify(self.queue)
-    while self.queue and len(found) < SHOWN:
+    while self.queue and len(found) < SHOWN_SLOWER:
       entry = self._fastest()
       found.setdefault(name(entry), Candidate(entry.settings, entry.seconds))
     return list(found.values()), len(left) - len(found)
@@ -296,7 +297,7 @@ class _Search:
 
   def _push(self, settings: dict[str, Any], above: int = 0) -> None:
     """Add a candidate, with the fastest number of micro-batches `above` some."""
-    rows, stages = _rows(changed(self.cfg, settings), self.devices), settings["mesh.stage"]
+    rows, stages = _rows(with_settings(self.cfg, settings), self.devices), settings["mesh.stage"]
     numbers = [n for n in range(above + 1, rows + 1) if rows % n == 0 and n % stages == 0]
     if not numbers:
       return
@@ -306,8 +307,8 @@ class _Search:
     seconds, accum, settings = min((self._bound(s), s["step.accum_steps"], s) for s in tries)
     later = [settings[f"mesh.{axis.name}"] for axis in reversed(AXES)]
     of_stage = settings["step.remat_stages"]
-    kept = OF_STAGES.index(of_stage) if of_stage in OF_STAGES else len(OF_STAGES)
-    remat, zero = REMATS.index(settings["step.remat"]), STAGES.index(settings["mesh.zero"])
+    kept = STAGE_REMATS.index(of_stage) if of_stage in STAGE_REMATS else len(STAGE_REMATS)
+    remat, zero = REMATS.index(settings["step.remat"]), ZERO_STAGES.index(settings["mesh.zero"])
     ties = (remat, *later, zero, settings["mesh.stage_rounds"], kept)
     heapq.heappush(self.queue, _Entry(seconds, (accum, *ties), settings, is_bound=True))
 
@@ -315,10 +316,10 @@ class _Search:
     """`settings` without `mesh.keep_gathered` where layers run in a loop, which refuses it."""
     if not settings.get("mesh.keep_gathered"):
       return settings
-    return settings | {"mesh.keep_gathered": is_unrolled(changed(self.cfg, settings), "gpu")}
+    return settings | {"mesh.keep_gathered": is_unrolled(with_settings(self.cfg, settings), "gpu")}
 
   def _check(self, cfg: Config) -> None:
-    """See that a mesh is possible.
+    """Check that a mesh is possible.
 
     Raises:
       ValueError: if it is not.
@@ -326,14 +327,14 @@ class _Search:
     with on_mesh(cfg, abstract_mesh(cfg, self.devices)):
       check_stages(cfg, num_stages())
       for param in params_of(self.model):
-        born_cut(param.shape[param.ndim - len(param.axes) :], param.axes, param.role)
+        initial_sharding(param.shape[param.ndim - len(param.axes) :], param.axes, param.role)
 
   def _bound(self, settings: dict[str, Any]) -> float:
-    """The least that a candidate takes: as if its state were cut over all devices."""
+    """A lower bound of a candidate's seconds: as if its state were sharded over all devices."""
     return self._seconds(settings, self.bytes // self.devices)
 
   def _seconds(self, settings: dict[str, Any], state_bytes: int | None = None) -> float:
-    cfg = changed(self.cfg, settings)
+    cfg = with_settings(self.cfg, settings)
     with on_mesh(cfg, abstract_mesh(cfg, self.devices)):
       if state_bytes is None:
         state_bytes = device_bytes(self._state(cfg, Candidate(settings, 0.0).mesh))
@@ -346,7 +347,7 @@ class _Search:
     return self.states[mesh]
 
   def _kept(self, cfg: Config, rows: int) -> int:
-    """`activations` of so many rows a device, scaled from those of one and two."""
+    """The bytes of `activations` for `rows` rows on a device, scaled from those of one and two."""
     # Copies change nothing on a device, and a part of a row is as so much less of a row. Gathered
     # experts are kept, however many ways they were cut.
     mesh = cfg.mesh
@@ -356,7 +357,7 @@ class _Search:
     alike = {"mesh.data": copies, "mesh.fsdp": fsdp, "mesh.zero": 3, "step.accum_steps": 1}
     alike |= {"mesh.context": 1, "mesh.stage": 1, "mesh.stage_rounds": 1}
     alike |= {"step.remat_stages": "full", "data.batch_size": self.devices}
-    cfg, key = changed(cfg, alike), (fsdp, mesh.expert, mesh.tensor, cfg.step.remat)
+    cfg, key = with_settings(cfg, alike), (fsdp, mesh.expert, mesh.tensor, cfg.step.remat)
     if key not in self.kept:
       with on_mesh(cfg, abstract_mesh(cfg, self.devices)):
         state = abstract_state(cfg)
@@ -366,6 +367,6 @@ class _Search:
 
 
 def _rows(cfg: Config, devices: int = 0) -> int:
-  """Rows of an update on a device."""
+  """The rows of an update on one device."""
   with on_mesh(cfg, abstract_mesh(cfg, devices)):
     return cfg.data.batch_size // num_shards("batch")

@@ -1,6 +1,6 @@
-"""What devices and the links between them do, as `check_env --measure` found it, or typical.
+"""Rates of devices and of the links between them: measured by `check_env --measure`, or typical.
 
-Typical rates say which of several plans is faster; a step's time they give roughly.
+Typical rates tell which of several plans is faster, and the time of a step roughly.
 """
 
 import dataclasses
@@ -17,13 +17,13 @@ _FIELDS = ("device_kind", "devices", "matmul_flops", "memory_bytes_per_sec", "co
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
-  """Rates of a machine, measured.
+  """Measured rates of a machine.
 
   Attributes:
-    device_kind: as jax names it.
-    devices: how many took part in the collectives.
-    matmul_flops: FLOP/s of one device by the dtype of the operands.
-    memory_bytes_per_sec: of one device: read and written.
+    device_kind: the kind of device, as jax names it.
+    devices: the number of devices in the measured collectives.
+    matmul_flops: FLOP/s of one device, by the dtype of the operands.
+    memory_bytes_per_sec: bytes per second that one device reads and writes.
     collectives: seconds by size: {"all_gather": [[bytes, seconds], ...]}, sizes rising. The bytes
       are those of the array that each device holds before (all_reduce, reduce_scatter, all_to_all)
       or after it (all_gather). Empty where there is one device.
@@ -36,7 +36,7 @@ class Hardware:
   collectives: Mapping[str, list[list[float]]]
 
   def seconds(self, collective: str, size: float, ways: int) -> float | None:
-    """How long a collective takes between `ways` devices; None = nothing was measured.
+    """The seconds of a collective between `ways` devices; None = it was not measured.
 
     A share (ways - 1) / ways of an array travels, so what was measured between more or fewer
     devices is scaled by that. Between sizes it is a straight line; beyond them the bandwidth of the
@@ -52,12 +52,12 @@ class Hardware:
     if collective not in self.collectives:
       return None
     sizes, times = np.transpose(self.collectives[collective])
-    found = np.interp(size, sizes, times) * max(1.0, size / sizes[-1])
+    measured = np.interp(size, sizes, times) * max(1.0, size / sizes[-1])
     travels = lambda devices: (devices - 1) / devices
-    return float(found * travels(ways) / travels(self.devices))
+    return float(measured * travels(ways) / travels(self.devices))
 
   def save(self, path: Path) -> None:
-    """Write it as JSON."""
+    """Write the rates as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
 
@@ -94,7 +94,7 @@ class Typical(NamedTuple):
       others: that share, 0.75, of the data sheet's.
     memory: GB/s read and written, measured (H200), or that share, 0.87, of the data sheet's.
     link: GB/s that leave a device in a collective: 0.8 of the data sheet's NVLink, one direction.
-    gib: of memory that a run can have: 93 % of it, as XLA gave on an H200.
+    gib: GiB of memory that a run can have: 93 % of it, as XLA gave on an H200.
   """
 
   kind: str
@@ -117,10 +117,10 @@ _DTYPES = ("bfloat16", "float16", "float32")
 
 
 def typical(name: str) -> Hardware:
-  """Rates of a row of TYPICAL.
+  """The typical rates of a device in TYPICAL.
 
   Raises:
-    ValueError: if there is none.
+    ValueError: if TYPICAL has no such device.
   """
   if name not in TYPICAL:
     raise ValueError(

@@ -1,4 +1,4 @@
-"""Memory of one device: what the state takes exactly, and an estimate of what comes and goes."""
+"""Memory of one device: exact bytes of the state, and an estimate of temporary arrays."""
 
 import dataclasses
 import functools
@@ -13,28 +13,28 @@ from jax.extend import core
 from ats_jax.config.schema import Config
 from ats_jax.data.batch import Batch
 from ats_jax.model.decoder import Decoder
-from ats_jax.model.layers import of_activations
-from ats_jax.model.mod import rules_at
+from ats_jax.model.forward_pass import rules_at
+from ats_jax.model.layers import activation_axes
 from ats_jax.model.numerics import is_unrolled
-from ats_jax.model.param import Param, Role, merge, params_of, shards_of_gradients, trainable
+from ats_jax.model.param import Param, Role, gradient_shards, merge, params_of, trainable
 from ats_jax.ops.registry import asked_for
-from ats_jax.planner.abstract import abstract_batch, abstract_state, device_bytes, is_ring
-from ats_jax.sharding.apply import is_shared, num_shards, seq_axis
-from ats_jax.sharding.pipeline import num_stages, num_ticks, one_stage
+from ats_jax.planner.abstract import abstract_state, batch_on_mesh, device_bytes, is_ring
+from ats_jax.sharding.apply import has_several_devices, num_shards, seq_axis
+from ats_jax.sharding.pipeline import num_stages, num_ticks, single_stage_mesh
 from ats_jax.sharding.rules import whole_rows
-from ats_jax.step.objective import Pretraining, totals
+from ats_jax.step.objective import Pretraining, batch_totals
 from ats_jax.step.optimizers.base import per_parameter
 from ats_jax.step.state import TrainState
 
 
 def state_memory(cfg: Config, state: TrainState) -> dict[str, int]:
-  """Bytes on one device, by part; exact.
+  """The exact bytes of the state and gradients on one device, by part.
 
   With gradient accumulation there is a float32 sum beside the gradients of a micro-batch; in a
   pipeline of those of its layers, as what is before and behind them works once.
 
   Args:
-    cfg: the resolved run.
+    cfg: the resolved config.
     state: its (abstract) state on the current (abstract) mesh.
   """
   params = trainable(state.model)
@@ -44,7 +44,7 @@ def state_memory(cfg: Config, state: TrainState) -> dict[str, int]:
   parts = {"weights": device_bytes(state.model), **of_optimizer, "ema": device_bytes(state.ema)}
   parts["unsent gradients"] = device_bytes(state.unsent)
   as_float32 = lambda tree: jax.tree.map(lambda p: p.astype(jnp.float32), tree)
-  grads = jax.eval_shape(shards_of_gradients, params)
+  grads = jax.eval_shape(gradient_shards, params)
   summed: Any = grads.segments if num_stages() > 1 else grads
   sums = jax.eval_shape(as_float32, summed) if cfg.step.accum_steps > 1 else None
   return {
@@ -56,12 +56,12 @@ def state_memory(cfg: Config, state: TrainState) -> dict[str, int]:
 
 
 class Peak(NamedTuple):
-  """The moment of a step that needs most.
+  """The moment of a step that needs most memory.
 
   Attributes:
-    moment: which, in words.
-    parts: bytes on one device beside the exact ones, by part. All gradients are among the exact
-      ones: those that are not there yet are a part below zero.
+    moment: a description of the moment.
+    parts: bytes on one device in addition to the exact ones, by part. The exact bytes hold
+      all gradients; those that do not exist yet are a negative part.
   """
 
   moment: str
@@ -69,7 +69,7 @@ class Peak(NamedTuple):
 
 
 def peak(cfg: Config, state: TrainState, kept: Callable[[Config, int], int] | None = None) -> Peak:
-  """What a step needs beside the state in its largest moment; an estimate.
+  """Estimate the memory of a step in addition to the state, at its largest moment.
 
   In a loop the stacks of activations and of gradients are whole all the time, so all parts add up.
   So they about do under accumulation, by two measured models; what takes the room is not known. In
@@ -104,13 +104,13 @@ def peak(cfg: Config, state: TrainState, kept: Callable[[Config, int], int] | No
   gradients to come: those that are not there yet.
 
   Args:
-    cfg: the resolved run.
+    cfg: the resolved config.
     state: its (abstract) state on the current (abstract) mesh.
-    kept: gives `activations` of a config and rows; None = they are traced.
+    kept: returns `activations` for a config and rows; None = trace them.
   """
   sizes = _sizes(cfg, state, kept)
   apart = is_unrolled(cfg, "gpu") and (cfg.step.accum_steps == 1 or num_stages() > 1)
-  moments = _moments(cfg, state, sizes) if apart else [_at_once(sizes)]
+  moments = _moments(cfg, state, sizes) if apart else [_simultaneous(sizes)]
   return max(moments, key=lambda moment: sum(moment.parts.values()))
 
 
@@ -118,8 +118,8 @@ class _Sizes(NamedTuple):
   """Bytes of what comes and goes in a step; the parts of `peak`, and more.
 
   Attributes:
-    of_head: of its gradient, those that are among the gradients.
-    of_layer: of the activations, those of a super-block; in a pipeline none.
+    of_head: bytes of the head's gradient that are among the gradients.
+    of_layer: bytes of the activations of one super-block; 0 in a pipeline.
     whole_residual: zero if residuals are not cut.
     made_by_loss: the head's gradient and that of its input.
     weights: in the compute dtype, see `_compute_weights`.
@@ -153,7 +153,7 @@ def _sizes(cfg: Config, state: TrainState, kept: Callable[[Config, int], int] | 
   step_with = functools.partial(dataclasses.replace, cfg.step, scan_unroll=1)
   under = lambda remat: dataclasses.replace(cfg, step=step_with(remat=remat))
   again = cfg.step.remat != "none"
-  with jax.sharding.use_abstract_mesh(one_stage()):
+  with jax.sharding.use_abstract_mesh(single_stage_mesh()):
     traced = kept or (lambda cfg, rows: activations(cfg, abstract_state(cfg), rows))
     waiting = traced(under(cfg.step.remat), rows)
     of_block = (traced(under("none"), rows) if again else waiting) // blocks
@@ -188,7 +188,7 @@ def _sizes(cfg: Config, state: TrainState, kept: Callable[[Config, int], int] | 
   )
 
 
-def _at_once(sizes: _Sizes) -> Peak:
+def _simultaneous(sizes: _Sizes) -> Peak:
   recomputed = sizes.recomputed_stage + sizes.recomputed_block * (num_stages() > 1)
   return Peak(
     "all at once, as in a loop",
@@ -205,7 +205,7 @@ def _at_once(sizes: _Sizes) -> Peak:
 
 
 def _moments(cfg: Config, state: TrainState, sizes: _Sizes) -> list[Peak]:
-  """Those of unrolled layers, see `peak`."""
+  """The moments of a step with unrolled layers (`peak`)."""
   early, late = _stacks(cfg, state.model, sizes.made_by_loss)
   # What waits for the layer at hand is part of the block that is computed again.
   own = sizes.of_layer if cfg.step.remat != "none" else 0
@@ -249,14 +249,14 @@ def _moments(cfg: Config, state: TrainState, sizes: _Sizes) -> list[Peak]:
 
 
 def _gradient_bytes(weight: Any) -> int:
-  return device_bytes(jax.eval_shape(shards_of_gradients, weight))
+  return device_bytes(jax.eval_shape(gradient_shards, weight))
 
 
 def activations(cfg: Config, state: TrainState, rows: int) -> int:
   """Bytes that wait for the backward pass of so many rows a device, see `peak`."""
   rows, seq = rows * num_shards("batch"), cfg.data.seq_len
   kept = _residuals(cfg, state, rows, seq)
-  is_whole = _asks_for_xla(cfg) and not cfg.mesh.context_ring  # a ring keeps nothing of seq x seq
+  is_whole = _runs_xla(cfg) and not cfg.mesh.context_ring  # a ring keeps nothing of seq x seq
   multiple = math.lcm(num_shards("residual_seq"), state.model.num.along_row.row_multiple())
   if is_whole or cfg.step.remat != "none" or seq % (2 * multiple):
     return kept
@@ -266,7 +266,7 @@ def activations(cfg: Config, state: TrainState, rows: int) -> int:
 
 def _scores(cfg: Config, rows: int) -> int:
   """Bytes of scores and of their gradient, of a device's queries and its own keys in a ring."""
-  if not (is_ring(cfg) and _asks_for_xla(cfg)):
+  if not (is_ring(cfg) and _runs_xla(cfg)):
     return 0
   heads, positions = (
     cfg.model.num_heads // num_shards("heads"),
@@ -275,7 +275,7 @@ def _scores(cfg: Config, rows: int) -> int:
   return 2 * rows * heads * positions**2 * 4
 
 
-def _asks_for_xla(cfg: Config) -> bool:
+def _runs_xla(cfg: Config) -> bool:
   return asked_for(cfg).get("attention.forward", ("", ""))[1] == "xla"
 
 
@@ -284,11 +284,13 @@ def _residuals(cfg: Config, state: TrainState, rows: int, seq: int) -> int:
 
   def pullback(params: Any, model: Decoder, batch: Batch, key: jax.Array) -> Any:
     def objective(params: Any) -> jax.Array:
-      return Pretraining(cfg)(merge(params, model), batch, totals(batch, rules), rules, key).loss
+      return Pretraining(cfg)(
+        merge(params, model), batch, batch_totals(batch, rules), rules, key
+      ).loss
 
     return jax.vjp(objective, params)[1]  # a pytree of all that it keeps
 
-  args = trainable(state.model), state.model, abstract_batch(rows, seq), state.key
+  args = trainable(state.model), state.model, batch_on_mesh(rows, seq), state.key
   jaxpr = jax.make_jaxpr(pullback)(*args).jaxpr
   given = {*jaxpr.invars, *jaxpr.constvars}  # weights and batch are there anyway
   kept = {v for v in jaxpr.outvars if not isinstance(v, core.Literal)} - given
@@ -311,7 +313,7 @@ def _stacks(cfg: Config, model: Decoder, of_loss: int) -> tuple[int, int]:
     of_loss: bytes that the loss makes.
   """
   layers = [_gradient_bytes(p) for p in params_of(model.segments)]
-  if is_shared():
+  if has_several_devices():
     return 0, 0 if num_stages() > 1 else sum(layers)
   if cfg.precision.fp8:
     return 0, 0
@@ -333,7 +335,7 @@ def _compute_weights(cfg: Config, model: Decoder) -> tuple[int, int]:
   keeps = cfg.mesh.keep_gathered and cfg.step.remat != "none"
 
   def of_param(param: Param, *, always: bool = False) -> int:
-    ways = _shards(param.axes) // _shards(of_activations(param.axes))
+    ways = _shards(param.axes) // _shards(activation_axes(param.axes))
     if ways == 1 and param.dtype == dtype and not always:
       return 0
     shape = param.sharding.shard_shape(param.shape)

@@ -1,4 +1,4 @@
-"""What a step takes, from rates of devices and links."""
+"""Estimates the time of a step from the rates of devices and links."""
 
 import collections
 import math
@@ -12,54 +12,58 @@ from ats_jax.model.count import Counts
 from ats_jax.model.decoder import Decoder
 from ats_jax.model.fp8 import fp8_layers
 from ats_jax.model.layer_kinds import layer_kinds
-from ats_jax.model.layers import of_activations
+from ats_jax.model.layers import activation_axes
 from ats_jax.model.layout import mod_tokens
 from ats_jax.model.param import Param, Role, params_of
-from ats_jax.ops.expert_exchange import host_room
+from ats_jax.ops.expert_exchange import host_capacity
 from ats_jax.planner.abstract import is_ring
 from ats_jax.planner.hardware import Hardware
 from ats_jax.sharding.apply import mesh_axes, num_hosts, num_shards
 from ats_jax.sharding.compressed import sent_bytes
 from ats_jax.sharding.pipeline import num_stages, num_ticks
 from ats_jax.sharding.replicas import num_replicas
-from ats_jax.sharding.rules import Part
+from ats_jax.sharding.rules import StatePart
 from ats_jax.step.parts.replicas import compresses, is_compressed
 
 # Fitted to steps of 1.5B, 8.03B and two models with experts on one H200
-# (docs/lab/performance.md#the-planner-beside-what-was-measured). A step's matmuls have IN_A_STEP of
-# the rate of a large one alone. Attention's share of that grows with the rows' length, towards
-# LONGEST, with half of it at HALF_AT; by FALLING it would be half of it again (131,072 was measured
-# on an H100). Rows below SHORTEST were not measured, and count as that.
-IN_A_STEP = 0.96
-LONGEST, HALF_AT, SHORTEST, FALLING = 0.82, 2730, 2048, 865_000
-NARROW_HEADS = 0.73  # of that, where they are narrower than 128
-# Numbers of a token that elementwise ops of a layer and its gradient read or write.
-PASSES_OF_STREAM, PASSES_OF_FF = 26, 20
-PASSES_OF_A_CHOICE = 12  # of d_model, on the way to an expert and back
-BYTES_OF_A_LOGIT = 14
-# Policies of `step.remat`: those that keep no matmul of a layer, and those that keep what attention
-# takes.
-REMAKE, KEEP_INPUTS = ("full", "attention"), ("names", "qkv")
-PASSES_OF_GRADIENTS = 6  # made, put into place, and read for norms and the update
-# In 8 bits, on an H100: a matmul's time, and the numbers of a token that casts read or write.
-IN_8_BITS, PASSES_OF_CASTS = 0.5, 10
+# (docs/lab/performance.md#the-planner-beside-what-was-measured).
+MATMUL_EFFICIENCY = 0.96  # a step's matmuls, as a share of the rate of a large matmul alone
+# Attention's share of the rate of a step's matmuls, by the length of rows.
+MAX_ATTENTION_SHARE = 0.82  # the limit that it rises to
+ATTENTION_HALF_LENGTH = 2730  # the length with half of it
+MIN_LENGTH = 2048  # shorter rows were not measured and count as this long
+ATTENTION_FALL_LENGTH = 865_000  # falls to half again at this length (131,072: one H100)
+NARROW_HEAD_SHARE = 0.73  # factor of that share for heads narrower than 128
+# Reads and writes by elementwise ops of a layer and its gradient.
+STREAM_PASSES = 26  # of d_model numbers of a token
+FF_PASSES = 20  # of d_ff numbers of a token
+CHOICE_PASSES = 12  # of d_model numbers for each choice, on the way to an expert and back
+BYTES_PER_LOGIT = 14
+GRADIENT_PASSES = 6  # written, put into place, and read for norms and the update
+# Policies of `step.remat`.
+RECOMPUTING_POLICIES = ("full", "attention")  # keep no matmul of a layer
+INPUT_KEEPING_POLICIES = ("names", "qkv")  # keep the inputs of attention
+# In 8 bits, on an H100.
+FP8_TIME = 0.5  # of the time of a matmul in bfloat16
+CAST_PASSES = 10  # of the numbers of a token, by casts
 # Bytes that the loops of a stage move in each tick for each of its weights: they copy slices, put
 # gradients into place and add them up. By steps on two H100s, in one round and in two. Unrolled
 # layers move less and count alike: five such steps of two H200s were planned 1 to 4 % too slow.
-BYTES_OF_A_TICK = 28
+BYTES_PER_TICK = 28
 
 
 def step_seconds(
   cfg: Config, model: Decoder, state_bytes: int, counts: Counts, hardware: Hardware
 ) -> dict[str, Any]:
-  """Seconds of the parts of a step that the rates tell, on each device.
+  """Estimate the seconds of each part of a step on one device.
 
-  Weights that are sharded along `rules.SHARDS` are gathered in the compute dtype or in 8 bits, for
-  the forward and the backward pass of each micro-batch (once with `mesh.keep_gathered`), and their
-  gradients scattered; with `mesh.zero` below 3 new weights are gathered once an update. Other
-  gradients are summed over the axes of the batch and of a row; compressed ones over replicas once
-  an update, in 8 bits there and back (`sharding.compressed`). Of the rows of a lookup table the
-  devices along these axes swap parts, and of their gradients.
+  Weights that are sharded along `rules.ZERO_AXES` are gathered in the compute dtype or in 8
+  bits, for the forward and the backward pass of each micro-batch (once with
+  `mesh.keep_gathered`), and their gradients scattered; with `mesh.zero` below 3 new
+  weights are gathered once an update. Other gradients are summed over the axes of the batch and of
+  a row; compressed ones over replicas once an update, in 8 bits there and back
+  (`sharding.compressed`). Devices along these axes swap parts of the rows of a lookup table, and of
+  their gradients.
   `context` swaps positions for heads before attention and back, in both passes; with
   `mesh.context_ring` it hands keys and values round, and their gradients in float32 too.
   `tensor` sums activations twice a layer in the forward and twice in the backward pass (Shoeybi et
@@ -75,11 +79,11 @@ def step_seconds(
   bits take half the time, as on a GPU that has them.
 
   Args:
-    cfg: the resolved run.
-    model: its (abstract) decoder; how its arrays are cut is asked of the current (abstract) mesh.
-    state_bytes: of the state on a device; fewer give a lower bound.
-    counts: of the model.
-    hardware: the rates.
+    cfg: the resolved config.
+    model: its (abstract) decoder, sharded by the current (abstract) mesh.
+    state_bytes: bytes of the state on a device; fewer give a lower bound of the time.
+    counts: parameters and FLOPs of the model.
+    hardware: the rates of devices and links.
 
   Returns:
     `parts`, seconds by name, None where nothing was measured; `least`, if all communication of
@@ -97,26 +101,28 @@ def step_seconds(
       "`ats-jax check_env --measure`."
     )
   tokens = cfg.data.batch_size * cfg.data.seq_len / jax.sharding.get_abstract_mesh().size
-  in_layers = tokens * _turns(cfg) / cfg.step.accum_steps  # as many as in all turns of a device
+  in_layers = (
+    tokens * _layer_passes(cfg) / cfg.step.accum_steps
+  )  # as many as in all turns of a device
   of_head = 6.0 * cfg.model.vocab_size * cfg.model.d_model
   table = 0 if cfg.model.tie_embeddings else counts.parts["embedding"].total
   attention = counts.flops_causal - 6.0 * (counts.active - table)
-  rate, memory = IN_A_STEP * hardware.matmul_flops[dtype], hardware.memory_bytes_per_sec
-  in_8_bits = _share_in_8_bits(cfg, model, counts.active - table - of_head / 6.0)
+  rate, memory = MATMUL_EFFICIENCY * hardware.matmul_flops[dtype], hardware.memory_bytes_per_sec
+  in_8_bits = _fp8_share(cfg, model, counts.active - table - of_head / 6.0)
   layers = (counts.flops_causal - of_head - attention) * in_layers / rate
-  layers *= 1.0 - (1.0 - IN_8_BITS) * in_8_bits
+  layers *= 1.0 - (1.0 - FP8_TIME) * in_8_bits
   attention *= in_layers / (rate * _attention_share(cfg))
   ways = math.prod(num_shards(axis) for axis in ("rows", "seq"))
   of_device = cfg.data.batch_size * cfg.data.seq_len / ways
-  passes = _passes(cfg) * of_device * num_stages() * _turns(cfg) / cfg.step.accum_steps
-  logits = of_device * cfg.model.vocab_size / num_shards("vocab") * BYTES_OF_A_LOGIT
+  passes = _passes(cfg) * of_device * num_stages() * _layer_passes(cfg) / cfg.step.accum_steps
+  logits = of_device * cfg.model.vocab_size / num_shards("vocab") * BYTES_PER_LOGIT
   parts = {
     "matmuls": layers + of_head * tokens / rate,
     "attention": attention,
     "elementwise": (passes + logits) / memory,
     "recomputed": _recomputed(cfg, counts, attention, layers + passes / memory),
-    "moved by a stage": _moved_by_a_stage(cfg, model, passes) / memory,
-    "update": (2 * state_bytes + PASSES_OF_GRADIENTS * _gradient_bytes(model)) / memory,
+    "moved by a stage": _stage_bytes(cfg, model, passes) / memory,
+    "update": (2 * state_bytes + GRADIENT_PASSES * _gradient_bytes(model)) / memory,
     **_weights_and_gradients(cfg, model, hardware),
     **_activations(cfg, hardware),
   }
@@ -140,22 +146,22 @@ def step_seconds(
 
 
 def _recomputed(cfg: Config, counts: Counts, attention: float, rest: float) -> float:
-  """Seconds of what of both passes of the layers is made again; a third is of the forward pass."""
+  """Seconds of recomputation; a forward pass is a third of both passes of a layer."""
   active = {name: part.active for name, part in counts.parts.items()}
   feed = active["dense feed-forward"] + active["experts"]
-  share = dict.fromkeys(REMAKE, 1.0) | {"qkv": feed / (feed + active["attention"])}
+  share = dict.fromkeys(RECOMPUTING_POLICIES, 1.0) | {"qkv": feed / (feed + active["attention"])}
   policies = _policies(cfg)
   of_attention = sum(policy == "full" for policy in policies)
   return (attention * of_attention + rest * sum(share.get(policy, 0.0) for policy in policies)) / 3
 
 
 def _policies(cfg: Config) -> tuple[str, ...]:
-  """Of what a layer keeps, and in a pipeline of what a stage keeps too."""
+  """The remat policies of a layer and, in a pipeline, of a stage."""
   return (cfg.step.remat, cfg.step.remat_stages) if _is_staged() else (cfg.step.remat,)
 
 
-def _share_in_8_bits(cfg: Config, model: Decoder, active: float) -> float:
-  """Of the layers' matmuls; `active` weights meet a token there."""
+def _fp8_share(cfg: Config, model: Decoder, active: float) -> float:
+  """The share of the layers' matmuls in 8 bits; `active` is the number of their active weights."""
   in_8_bits = fp8_layers(cfg)
   if not any(in_8_bits):
     return 0.0
@@ -163,7 +169,7 @@ def _share_in_8_bits(cfg: Config, model: Decoder, active: float) -> float:
   return sum(in_8_bits) / len(in_8_bits) * min(1.0, sum(p.size for p in matrices) / active)
 
 
-def _moved_by_a_stage(cfg: Config, model: Decoder, passes: float) -> float:
+def _stage_bytes(cfg: Config, model: Decoder, passes: float) -> float:
   """Bytes that the loops of a pipeline move beside what its layers compute; 0 without one.
 
   What a stage keeps of its layers is put on a stack and taken from it: as much as elementwise ops
@@ -175,14 +181,18 @@ def _moved_by_a_stage(cfg: Config, model: Decoder, passes: float) -> float:
   ways = lambda param: math.prod(mesh[axis] for axis in _axes(param, "gradients"))
   size = sum(p.size / ways(p) for p in params_of(model) if p.ndim > len(p.axes))
   kept = passes if cfg.step.remat_stages in ("names", "dots") else 0.0
-  return _turns(cfg) * cfg.mesh.stage_rounds * size * BYTES_OF_A_TICK + kept
+  return _layer_passes(cfg) * cfg.mesh.stage_rounds * size * BYTES_PER_TICK + kept
 
 
 def _attention_share(cfg: Config) -> float:
-  """The rate of attention over that of a matmul."""
-  narrow = 1.0 if cfg.model.head_dim >= 128 else NARROW_HEADS
-  length = max(SHORTEST, cfg.data.seq_len)
-  return LONGEST * narrow / (1 + HALF_AT / length + length / FALLING)
+  """The rate of attention as a share of that of other matmuls."""
+  narrow = 1.0 if cfg.model.head_dim >= 128 else NARROW_HEAD_SHARE
+  length = max(MIN_LENGTH, cfg.data.seq_len)
+  return (
+    MAX_ATTENTION_SHARE
+    * narrow
+    / (1 + ATTENTION_HALF_LENGTH / length + length / ATTENTION_FALL_LENGTH)
+  )
 
 
 def _passes(cfg: Config) -> float:
@@ -194,10 +204,10 @@ def _passes(cfg: Config) -> float:
   for kind, is_8_bit in zip(layer_kinds(cfg), fp8_layers(cfg), strict=True):
     choices = moe.top_k if kind.moe else 0
     width = (choices + moe.num_shared) * moe.d_ff if kind.moe else model.d_ff
-    passes = PASSES_OF_STREAM * stream + PASSES_OF_FF * width / num_shards("ff")
-    passes += PASSES_OF_A_CHOICE * choices * model.d_model
+    passes = STREAM_PASSES * stream + FF_PASSES * width / num_shards("ff")
+    passes += CHOICE_PASSES * choices * model.d_model
     if is_8_bit and not kind.moe:
-      passes += PASSES_OF_CASTS * (stream + width / num_shards("ff"))
+      passes += CAST_PASSES * (stream + width / num_shards("ff"))
     numbers += passes * (routed if kind.mod else 1.0)
   return numbers * jnp.dtype(cfg.precision.compute_dtype).itemsize / num_stages()
 
@@ -212,8 +222,8 @@ def _is_staged() -> bool:
   return num_stages() > 1
 
 
-def _turns(cfg: Config) -> float:
-  """How often a device goes through its layers in a step."""
+def _layer_passes(cfg: Config) -> float:
+  """How often a device runs its layers in a step."""
   rounds = cfg.mesh.stage_rounds
   return num_ticks(cfg.step.accum_steps, num_stages(), rounds) / rounds
 
@@ -221,7 +231,7 @@ def _turns(cfg: Config) -> float:
 def _weights_and_gradients(
   cfg: Config, model: Decoder, hardware: Hardware
 ) -> dict[str, float | None]:
-  """Seconds of what parameters, and gradients of the shape of parameters, cost on the links."""
+  """Seconds of the communication of weights and gradients, by name."""
   mesh, staged = jax.sharding.get_abstract_mesh().shape, _is_staged()
   ways = lambda axes: math.prod(mesh[axis] for axis in axes)
   compute = jnp.dtype(cfg.precision.compute_dtype).itemsize
@@ -231,10 +241,10 @@ def _weights_and_gradients(
   for param in params_of(model):
     of_layers = param.ndim > len(param.axes)
     # A pipeline's layers work in each tick, and what is before and behind them once.
-    passes = _turns(cfg) if of_layers or not staged else 1
+    passes = _layer_passes(cfg) if of_layers or not staged else 1
     weights, grads, moments = (_axes(param, part) for part in ("weights", "gradients", "moments"))
     itemsize = param.dtype.itemsize
-    used = _mesh_axes(_stacked(param, of_activations(param.axes)))  # as it is multiplied with
+    used = _mesh_axes_of(_stacked(param, activation_axes(param.axes)))  # as it is multiplied with
     whole = param.size // ways(used)
     # Of a table that is no head too, devices swap the rows that they look up: see `_activations`.
     is_table = param.role is Role.EMBEDDING and not cfg.model.tie_embeddings
@@ -265,22 +275,25 @@ def _weights_and_gradients(
   }
   seconds: dict[str, list[float | None]] = {name: [] for name in collectives}
   for (name, devices, times), size in sent.items():
-    seconds[name].append(_times(times, hardware.seconds(collectives[name], size, devices)))
+    seconds[name].append(_multiply(times, hardware.seconds(collectives[name], size, devices)))
     if name == "gradients compressed":  # and the sums back
       seconds[name].append(hardware.seconds("all_gather", size, devices))
   return {name: _sum(found) for name, found in seconds.items()}
 
 
 def _activations(cfg: Config, hardware: Hardware) -> dict[str, float | None]:
-  """Seconds of what tokens cost on the links."""
-  micro, stages, turns = cfg.step.accum_steps, num_stages(), _turns(cfg)
+  """Seconds of the communication of activations, by name."""
+  micro, stages, turns = cfg.step.accum_steps, num_stages(), _layer_passes(cfg)
   runs = turns * cfg.model.num_layers / stages  # of a layer, on a device in a step
   tokens = cfg.data.batch_size // micro // num_shards("batch") * cfg.data.seq_len
   tokens //= num_shards("seq")
   stream = tokens * cfg.model.d_model  # numbers of a micro-batch on a device
   itemsize = jnp.dtype(cfg.precision.compute_dtype).itemsize
   tensor, staged = num_shards("ff"), _is_staged()
-  again, feeds_again = cfg.step.remat in REMAKE, cfg.step.remat in (*REMAKE, "qkv")
+  again, feeds_again = (
+    cfg.step.remat in RECOMPUTING_POLICIES,
+    cfg.step.remat in (*RECOMPUTING_POLICIES, "qkv"),
+  )
   # Of a layer that `remat` recomputes the first sum alone: nothing needs the second. A stage that
   # is recomputed needs both. At the head in float32.
   if num_shards("residual_seq") > num_shards("seq"):
@@ -290,11 +303,11 @@ def _activations(cfg: Config, hardware: Hardware) -> dict[str, float | None]:
   else:
     in_layer, at_head = {"all_reduce": 4 + again + 2 * staged}, {"all_reduce": 4}
   sums = [
-    _times(runs * number, hardware.seconds(kind, stream * itemsize, tensor))
+    _multiply(runs * number, hardware.seconds(kind, stream * itemsize, tensor))
     for kind, number in in_layer.items()
   ]
   sums += [
-    _times(micro / stages, hardware.seconds(kind, stream * n, num_shards("vocab")))
+    _multiply(micro / stages, hardware.seconds(kind, stream * n, num_shards("vocab")))
     for kind, n in at_head.items()
   ]
   sparse = sum(kind.moe for kind in layer_kinds(cfg))
@@ -305,8 +318,8 @@ def _activations(cfg: Config, hardware: Hardware) -> dict[str, float | None]:
   ]
   # No policy keeps an output that was swapped back.
   passes = 2 + sum(policy != "none" for policy in _policies(cfg))
-  taken = 2 + sum(policy not in ("none", *KEEP_INPUTS) for policy in _policies(cfg))
-  swaps = [_times(runs * passes, output), _times(runs * taken, _sum(inputs))]
+  taken = 2 + sum(policy not in ("none", *INPUT_KEEPING_POLICIES) for policy in _policies(cfg))
+  swaps = [_multiply(runs * passes, output), _multiply(runs * taken, _sum(inputs))]
   remade = sum(policy == "full" for policy in _policies(cfg))  # others keep what a ring gives
   between = stream * num_shards("seq") // num_shards("residual_seq")  # of it between layers
   # One device hands an array to the next: half of what both would have after a gather.
@@ -314,7 +327,7 @@ def _activations(cfg: Config, hardware: Hardware) -> dict[str, float | None]:
   handed = hand_on(between * itemsize, stages)
   widths = ring_widths(cfg, itemsize) if is_ring(cfg) else (0, 0, 0)
   of_ring = [
-    _times(times, hand_on(tokens * width, num_shards("seq")))
+    _multiply(times, hand_on(tokens * width, num_shards("seq")))
     for times, width in zip((passes, 1 + remade, 1), widths, strict=True)
   ]
   # Each stage gets all micro-batches, and the last one shares its results; and back.
@@ -326,10 +339,12 @@ def _activations(cfg: Config, hardware: Hardware) -> dict[str, float | None]:
   return {
     "activations summed": _sum(sums),
     "heads swapped": _sum(swaps),
-    "sent round a ring": _times(runs, _sum(of_ring)),
-    "tokens exchanged": _times(turns * sparse / stages * (4 + 2 * feeds_again + 2 * staged), sent),
-    "handed on": _sum([_times(2 * turns * cfg.mesh.stage_rounds, handed), *ends]),
-    "rows looked up": _times(2 * micro / stages, looked_up),
+    "sent round a ring": _multiply(runs, _sum(of_ring)),
+    "tokens exchanged": _multiply(
+      turns * sparse / stages * (4 + 2 * feeds_again + 2 * staged), sent
+    ),
+    "handed on": _sum([_multiply(2 * turns * cfg.mesh.stage_rounds, handed), *ends]),
+    "rows looked up": _multiply(2 * micro / stages, looked_up),
   }
 
 
@@ -343,19 +358,19 @@ def _to_experts(cfg: Config, tokens: int, hardware: Hardware) -> float | None:
     return hardware.seconds("all_to_all", room * a_token, ways)
   # To hosts and their devices in one pass. A gather there, or a sum of blocks on the way back.
   limits = moe.exchange.factor, moe.num_groups, moe.top_groups
-  sent = hosts * host_room(tokens, moe.top_k, hosts, *limits) * a_token
+  sent = hosts * host_capacity(tokens, moe.top_k, hosts, *limits) * a_token
   between = hardware.seconds("all_to_all", sent, hosts)
   within = [
     hardware.seconds(collective, sent * ways // hosts, ways // hosts)
     for collective in ("all_gather", "reduce_scatter")
   ]
-  return _sum([between, _times(1 / 2, _sum(within))])
+  return _sum([between, _multiply(1 / 2, _sum(within))])
 
 
 def swapped_widths(cfg: Config) -> tuple[int, ...]:
-  """Numbers of a token that a device sends along a row: queries, keys, values, what comes of them.
+  """Numbers that a device sends along a row for a token: queries, keys, values and results.
 
-  Keys and values as often as devices need them (`ops.attention.ulysses`).
+  Keys and values are sent as often as devices need them (`ops.attention.ulysses`).
   """
   model, ways = cfg.model, num_shards("seq")
   heads, kv_heads = (n // num_shards("heads") for n in (model.num_heads, model.num_kv_heads))
@@ -364,11 +379,11 @@ def swapped_widths(cfg: Config) -> tuple[int, ...]:
 
 
 def ring_widths(cfg: Config, itemsize: int) -> tuple[int, int, int]:
-  """Bytes of a token that a device sends for a ring (`ops.ring_attention`).
+  """Bytes of a token that a device sends for a ring (`ops.attention.ring`).
 
   Returns:
-    In each pass queries, keys, values and what comes of them, to the device of their chunk or from
-    it. Keys and values in the forward pass, all round. In the backward pass they go round again,
+    Three sizes in bytes: in each pass, queries, keys, values and results to or from the device of
+    their chunk; in the forward pass, keys and values all round; in the backward pass, these again
     and their gradients in float32 one step further.
   """
   model, ways = cfg.model, num_shards("seq")
@@ -378,9 +393,9 @@ def ring_widths(cfg: Config, itemsize: int) -> tuple[int, int, int]:
   return (heads + kv_heads) * both * itemsize, round_it, round_it + kv_heads * both * ways * 4
 
 
-def _axes(param: Param, part: Part) -> set[str]:
+def _axes(param: Param, part: StatePart) -> set[str]:
   """Mesh axes that shard a parameter, or a part of the state like it."""
-  return _mesh_axes(_stacked(param, param.axes), part)
+  return _mesh_axes_of(_stacked(param, param.axes), part)
 
 
 def _stacked(param: Param, axes: tuple[str, ...]) -> tuple[str, ...]:
@@ -388,11 +403,11 @@ def _stacked(param: Param, axes: tuple[str, ...]) -> tuple[str, ...]:
   return ("layers",) * (param.ndim - len(param.axes)) + axes
 
 
-def _mesh_axes(axes: tuple[str, ...], part: Part = "weights") -> set[str]:
+def _mesh_axes_of(axes: tuple[str, ...], part: StatePart = "weights") -> set[str]:
   return {name for axis in axes for name in mesh_axes(axis, part)}
 
 
-def _times(number: float, seconds: float | None) -> float | None:
+def _multiply(number: float, seconds: float | None) -> float | None:
   return None if seconds is None else number * seconds
 
 
@@ -401,8 +416,8 @@ def _sum(seconds: list[float | None]) -> float | None:
   return sum(known) if len(known) == len(seconds) else None
 
 
-def render(seconds: dict[str, Any], tokens: int) -> list[str]:
-  """The lines of `step_seconds`; `tokens` are those of a step."""
+def render_seconds(seconds: dict[str, Any], tokens: int) -> list[str]:
+  """Render the result of `step_seconds` as lines; `tokens` is the number of tokens of a step."""
   show = lambda s: "not measured" if s is None else f"{s * 1e3:,.2f} ms"
   lines = [
     f"a step, from rates measured on {seconds['measured_devices']} x {seconds['device_kind']}"

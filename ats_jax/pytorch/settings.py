@@ -27,7 +27,7 @@ class LayerKind(NamedTuple):
 
 
 class RoutingRules(NamedTuple):
-  """How sparse layers choose experts and tokens in a forward pass; `model.mod.Pass` of JAX.
+  """How sparse layers choose in a forward pass; `model.forward_pass.Pass` of JAX.
 
   Attributes:
     training: whether they choose as in training, which looks at whole rows.

@@ -10,7 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ats_jax.sharding.rules import KEPT, PARTS, Part, current_plan, current_rules, spec
+from ats_jax.sharding.rules import (
+  PART_PLANS,
+  STATE_PARTS,
+  StatePart,
+  current_plan,
+  current_rules,
+  spec,
+)
 
 Axes = Sequence[str | None]
 
@@ -30,116 +37,116 @@ def reshard(x: jax.Array, *axes: str | None) -> jax.Array:
   return jax.reshard(x, spec(*axes))
 
 
-def lay(x: jax.Array, *axes: str | None) -> jax.Array:
-  """`x` in the sharding of logical `axes`; as it is if it is there."""
-  return _moved(x, spec(*axes))
+def ensure_sharding(x: jax.Array, *axes: str | None) -> jax.Array:
+  """Reshard `x` to logical `axes` unless it has this sharding already."""
+  return _reshard_if_needed(x, spec(*axes))
 
 
 def seq_axis(width: str | None) -> str:
-  """The logical axis of positions beside a dimension: "seq" if both would be cut alike.
+  """The logical axis of the positions of an array whose other dimension is `width`.
 
-  The residual stream may be cut along its positions by mesh axes that cut a width in a sub-layer
-  (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2): there positions are not.
+  The mesh axes that shard a width in a sub-layer may shard the positions of the residual stream
+  (sequence parallelism: Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2). In an array with
+  such a width the positions are "seq", in others "residual_seq".
 
   Args:
     width: logical axis of the other dimension.
   """
-  return "seq" if {*mesh_axes(width)} & _of_positions() else "residual_seq"
+  return "seq" if {*mesh_axes(width)} & _sub_layer_position_axes() else "residual_seq"
 
 
 def row_axis(rows: int) -> str:
-  """The logical axis of rows outside of the layers; stages of a pipeline share them, if they can.
+  """The logical axis of `rows` rows outside of the layers.
 
-  Args:
-    rows: how many.
+  It is "rows" where the stages of a pipeline divide them, else "batch".
   """
   shared = num_shards("layers") > 1 and rows % num_shards("rows") == 0
   return "rows" if shared else "batch"
 
 
 def gather_positions(x: jax.Array, *axes: str | None) -> jax.Array:
-  """The residual stream, sharded by `axes`, for a sub-layer whose devices use all positions of it.
+  """All-gather the positions of the residual stream for a sub-layer; the result has `axes`.
 
-  The derivative adds up what they make of it and scatters the sum along positions.
+  The derivative is a reduce-scatter along positions.
   """
-  return jax.reshard(x, jax.P(*spec(*axes), reduced=_shares()))
+  return jax.reshard(x, jax.P(*spec(*axes), reduced=_unreduced_axes()))
 
 
-def einsum_shares(formula: str, *operands: jax.Array, axes: Axes) -> jax.Array:
-  """`einsum` from a sub-layer to the residual stream: shares are summed, positions scattered.
+def einsum_reduce_scatter(formula: str, *operands: jax.Array, axes: Axes) -> jax.Array:
+  """`einsum` from a sub-layer to the residual stream, whose partial sums are reduce-scattered.
 
   Args:
-    formula: as of `jnp.einsum`.
-    operands: likewise; positions are cut as "seq".
-    axes: of the result, with "residual_seq".
+    formula: as in `jnp.einsum`.
+    operands: as in `jnp.einsum`; positions are sharded as "seq".
+    axes: logical axes of the result, with "residual_seq".
   """
   at_seq = spec(*("seq" if axis == "residual_seq" else axis for axis in axes))
-  shares = jax.P(*at_seq, unreduced=_shares())
+  shares = jax.P(*at_seq, unreduced=_unreduced_axes())
   return jax.reshard(jnp.einsum(formula, *operands, out_sharding=shares), spec(*axes))
 
 
-def _of_positions() -> frozenset[str]:
-  """Mesh axes that cut the residual stream along its positions, and widths in sub-layers."""
+def _sub_layer_position_axes() -> frozenset[str]:
+  """Mesh axes that shard positions in the residual stream, and widths in sub-layers."""
   return frozenset(mesh_axes("residual_seq")) - {*mesh_axes("seq")}
 
 
-def _shares() -> frozenset[str]:
-  """Mesh axes along which a type says that devices hold shares of a sum.
+def _unreduced_axes() -> frozenset[str]:
+  """Mesh axes that are marked as unreduced in the type of a partial sum.
 
-  Without it each product is summed whole, and then cut. Of the layers in a pipeline no type may say
-  so: XLA ends the process where there are manual axes too.
+  Without the mark each product is all-reduced and then sliced. Inside a pipeline no axis is marked:
+  with manual axes in the mesh XLA ends the process.
   """
   is_staged = bool(jax.sharding.get_abstract_mesh().manual_axes)
-  return frozenset() if is_staged else _of_positions()
+  return frozenset() if is_staged else _sub_layer_position_axes()
 
 
-def _moved(x: jax.Array, cut: jax.P) -> jax.Array:
+def _reshard_if_needed(x: jax.Array, cut: jax.P) -> jax.Array:
   return x if jax.typeof(x).sharding.spec == cut else jax.reshard(x, cut)
 
 
-def whole(x: jax.Array) -> jax.Array:
-  """All of `x` on every device."""
+def replicate(x: jax.Array) -> jax.Array:
+  """Replicate `x` on every device."""
   cut = any(jax.typeof(x).sharding.spec)
   return jax.reshard(x, jax.P(*[None] * x.ndim)) if cut else x
 
 
-def reshard_part(x: jax.Array, part: Part, *axes: str | None) -> jax.Array:
-  """Move `x` to the sharding that the plan has for a part of the state; as it is if it is there."""
-  return _moved(x, spec(*axes, part=part))
+def reshard_part(x: jax.Array, part: StatePart, *axes: str | None) -> jax.Array:
+  """Reshard `x` to logical `axes` by the rules for `part`, unless it is sharded so already."""
+  return _reshard_if_needed(x, spec(*axes, part=part))
 
 
-def is_apart(part: Part) -> bool:
-  """Whether the plan in use shards a part of the state otherwise than the weights."""
-  return part in KEPT.get(current_plan().name, {})
+def has_own_sharding(part: StatePart) -> bool:
+  """Whether the current plan shards `part` of the state differently from the weights."""
+  return part in PART_PLANS.get(current_plan().name, {})
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def standing_for(cut: jax.P, shards: jax.Array, whole: jax.Array) -> jax.Array:
-  """`whole`, whose gradient goes to `shards`, its own shards, as a sum scattered over devices.
+def redirect_gradient(spec: jax.P, shards: jax.Array, gathered: jax.Array) -> jax.Array:
+  """Return `gathered`; its gradient is reduce-scattered and goes to `shards` instead.
 
   Args:
-    cut: sharding of `shards`.
-    shards: not read.
-    whole: gets no gradient.
+    spec: sharding of `shards`.
+    shards: the same values, sharded further; they are not read.
+    gathered: the values to compute with, which get no gradient.
   """
-  del cut, shards
-  return whole
+  del spec, shards
+  return gathered
 
 
-def _standing_for_fwd(cut, shards, whole):
-  del cut, shards
-  return whole, None  # itself: a loop over layers then keeps no copy of it for the backward pass
+def _redirect_gradient_fwd(spec, shards, gathered):
+  del spec, shards
+  return gathered, None  # itself: a loop over layers then keeps no copy of it for the backward pass
 
 
-def _standing_for_bwd(cut, _, cotangent):
-  return jax.reshard(cotangent, cut), None
+def _redirect_gradient_bwd(spec, _, cotangent):
+  return jax.reshard(cotangent, spec), None
 
 
-standing_for.defvjp(_standing_for_fwd, _standing_for_bwd)
+redirect_gradient.defvjp(_redirect_gradient_fwd, _redirect_gradient_bwd)
 
 
-def unwritten(shape: Sequence[int], dtype: Any, cut: jax.P) -> jax.Array:
-  """An array that somebody is going to write all of, cut as a partition spec says."""
+def uninitialised(shape: Sequence[int], dtype: Any, cut: jax.P) -> jax.Array:
+  """Allocate an array without writing it, sharded by the partition spec `cut`."""
   mesh = jax.sharding.get_abstract_mesh()
   if _is_local(mesh):
     return jax.lax.empty(shape, dtype)
@@ -152,22 +159,22 @@ def unwritten(shape: Sequence[int], dtype: Any, cut: jax.P) -> jax.Array:
 
 
 def island(f: Callable, *, in_axes: Sequence[Axes], out_axes: Any) -> Callable:
-  """Run `f` on each device's block (`jax.shard_map`), for what the compiler cannot partition.
+  """Wrap `f` to run on each device's block (`jax.shard_map`), where XLA cannot partition it.
 
   Args:
-    f: function of local arrays; each argument is resharded to `in_axes` first.
+    f: function of local arrays; each argument is resharded to its `in_axes` first.
     in_axes: logical axes of each argument.
     out_axes: a pytree of the results, with a plain tuple of logical axes for each array.
   """
   to_specs = lambda axes: jax.tree.map(lambda a: spec(*a), axes, is_leaf=_is_axes)
-  in_specs = tuple(map(_with_axes_of_one, to_specs(tuple(in_axes))))
+  in_specs = tuple(map(_with_unit_axes, to_specs(tuple(in_axes))))
   # check_vma=False: with it, sorting inside an island has given wrong gradients without an error.
   mapped = jax.shard_map(f, in_specs=in_specs, out_specs=to_specs(out_axes), check_vma=False)
   return lambda *args: mapped(*(jax.reshard(a, s) for a, s in zip(args, in_specs, strict=True)))
 
 
-def _with_axes_of_one(cut: jax.P) -> jax.P:
-  """`cut`, which also names the mesh axes of one device.
+def _with_unit_axes(cut: jax.P) -> jax.P:
+  """Add the mesh axes of size 1 to a partition spec.
 
   The derivative of an island is summed over all axes that an argument does not name. XLA keeps such
   a sum also where there is nothing to add up.
@@ -181,8 +188,8 @@ def _with_axes_of_one(cut: jax.P) -> jax.P:
   return jax.P((*names(cut[0]), *alone), *cut[1:])
 
 
-def in_place(f: Callable, *args: jax.Array, out_like: Sequence[int | None]) -> Any:
-  """Run `f` on each device's block of `args`, cut as they are: for what works row by row.
+def map_shards(f: Callable, *args: jax.Array, out_like: Sequence[int | None]) -> Any:
+  """Run `f` on each device's block of `args` without resharding, for row-wise kernels.
 
   Inside an island, and without a mesh, the blocks are the arrays.
 
@@ -202,15 +209,15 @@ def in_place(f: Callable, *args: jax.Array, out_like: Sequence[int | None]) -> A
   return jax.shard_map(f, in_specs=tuple(specs), out_specs=out_specs, check_vma=False)(*args)
 
 
-def is_shared() -> bool:
-  """Whether several devices share the work."""
+def has_several_devices() -> bool:
+  """Whether the current mesh has more than one device."""
   return jax.sharding.get_abstract_mesh().size > 1
 
 
 def _is_local(mesh: jax.sharding.AbstractMesh) -> bool:
-  """Whether arrays are a device's own: without a mesh, or inside an island.
+  """Whether arrays are local to a device: without a mesh, or inside an island.
 
-  Inside a pipeline one axis is manual; what lies on the others is still to be cut.
+  Inside a pipeline one axis is manual, and arrays are still sharded over the others.
   """
   return len(mesh.manual_axes) == len(mesh.axis_names)
 
@@ -219,31 +226,31 @@ def _is_axes(x: Any) -> bool:
   return type(x) is tuple and all(a is None or isinstance(a, str) for a in x)
 
 
-def mesh_axes(axis: str | None, part: Part = "weights") -> tuple[str, ...]:
+def mesh_axes(axis: str | None, part: StatePart = "weights") -> tuple[str, ...]:
   """The mesh axes that a logical axis is sharded over."""
   names = current_rules(part)[axis]
   return (names,) if isinstance(names, str) else names or ()
 
 
-def num_shards(axis: str | None, part: Part = "weights") -> int:
-  """Into how many pieces the current mesh cuts a dimension with this logical axis."""
+def num_shards(axis: str | None, part: StatePart = "weights") -> int:
+  """The number of shards of a dimension with this logical axis on the current mesh."""
   shape = jax.sharding.get_abstract_mesh().shape
   return math.prod(shape.get(name, 1) for name in mesh_axes(axis, part))
 
 
-def check_cut(axis: str | None, size: int, name: str) -> None:
-  """See that the current mesh divides a dimension of a weight.
+def check_divisible(axis: str | None, size: int, name: str) -> None:
+  """Check that the current mesh divides a dimension of a weight.
 
   Args:
-    axis: its logical axis.
+    axis: the logical axis of the dimension.
     size: its length.
-    name: of the setting that it comes from.
+    name: the setting that gives the length.
 
   Raises:
     ValueError: if it does not. (jax would refuse later, and could not name the setting.)
   """
   mesh = jax.sharding.get_abstract_mesh().shape
-  for part in PARTS:
+  for part in STATE_PARTS:
     ways = num_shards(axis, part)
     if size % ways:
       cut_by = [a for a in mesh_axes(axis, part) if mesh[a] > 1]
@@ -254,24 +261,25 @@ def check_cut(axis: str | None, size: int, name: str) -> None:
       )
 
 
-def num_apart() -> int:
-  """Of how many replicas this is one, where each is traced by itself; else 1."""
-  return num_shards("replica") if current_plan().own_rows else 1
+def num_isolated_replicas() -> int:
+  """The number of replicas where each is traced by itself (`replicas.map_replicas`), else 1."""
+  return num_shards("replica") if current_plan().isolated_replica else 1
 
 
-def of_own_rows(
+def draw_own_rows(
   draw: Callable[[tuple[int, ...], jax.P], jax.Array], shape: tuple[int, ...], cut: jax.P
 ) -> jax.Array:
-  """Random numbers of rows: where a replica is by itself, those that its rows have in the batch.
+  """Draw random numbers for the rows of this replica.
 
-  All are drawn and the replica's taken; where XLA fuses the two, no others are made.
+  Where replicas are traced by themselves, the numbers of all replicas are drawn and its own are
+  taken, so that each row gets the same numbers as without. XLA fuses the two.
 
   Args:
-    draw: `(shape, cut) -> numbers`.
+    draw: `(shape, spec) -> numbers`.
     shape: [rows, ...].
-    cut: how the result is sharded.
+    cut: the partition spec of the result.
   """
-  number = num_apart()
+  number = num_isolated_replicas()
   if number == 1:
     return draw(shape, cut)
   # A number depends on its place alone: [replicas, rows, ...] are those of all rows in a row.
@@ -280,15 +288,15 @@ def of_own_rows(
   return jax.lax.dynamic_index_in_dim(of_all, own, keepdims=False)
 
 
-def all_sum(x: jax.Array, *axes: str, but: str | None = None) -> jax.Array:
-  """Inside an island: add up the shares that the devices along logical axes hold.
+def all_sum(x: jax.Array, *axes: str, excluding: str | None = None) -> jax.Array:
+  """Inside an island: all-reduce (sum) over the devices along logical axes.
 
   Args:
     x: local array.
     axes: the logical axes.
-    but: not over the mesh axes of this one.
+    excluding: a logical axis whose mesh axes are left out of the sum.
   """
-  mesh, apart = jax.sharding.get_abstract_mesh().shape, mesh_axes(but)
+  mesh, apart = jax.sharding.get_abstract_mesh().shape, mesh_axes(excluding)
   names = (name for axis in axes for name in mesh_axes(axis))
   # XLA keeps a sum over devices also where there is one.
   names = tuple(name for name in names if name not in apart and mesh.get(name, 1) > 1)
@@ -301,7 +309,7 @@ def all_max(x: jax.Array, axis: str) -> jax.Array:
 
 
 def axis_index(axis: str) -> jax.Array | int:
-  """Inside an island: which piece of a logical axis this device holds."""
+  """Inside an island: the index of this device's shard of a logical axis."""
   return jax.lax.axis_index(mesh_axes(axis)) if num_shards(axis) > 1 else 0
 
 
@@ -309,21 +317,21 @@ type Groups = list[list[int]]
 
 
 def num_hosts() -> int:
-  """Over how many hosts the experts are spread, by the plan in use."""
+  """The number of hosts that the experts are spread over in the current plan."""
   return current_plan().hosts
 
 
 def within_hosts(axis: str) -> Groups:
-  """Which pieces of a logical axis are on one host, for each host."""
+  """For each host, the indices of its devices along a logical axis."""
   return np.arange(num_shards(axis)).reshape(num_hosts(), -1).tolist()
 
 
 def between_hosts(axis: str) -> Groups:
-  """Which pieces of a logical axis have the same place on their hosts, for each place."""
+  """For each position on a host, the indices of the devices there along a logical axis."""
   return np.arange(num_shards(axis)).reshape(num_hosts(), -1).T.tolist()
 
 
-def exchange(
+def all_to_all(
   x: jax.Array, axis: str, *, split: int = 0, join: int = 0, groups: Groups | None = None
 ) -> jax.Array:
   """Inside an island: send block i of a dimension to device i along a logical axis.
@@ -331,51 +339,54 @@ def exchange(
   Args:
     x: local array.
     axis: the logical axis.
-    split: the dimension that the blocks are of.
-    join: along which dimension the result has them: its block j is what device j sent here.
-    groups: of devices, each by itself: i and j count in the group. None = one of all.
+    split: the dimension that is split into blocks.
+    join: the dimension along which the received blocks are concatenated, in order of senders.
+    groups: groups of devices that exchange among themselves; i counts within the group. None = one
+      group of all devices.
   """
-  if _size(axis, groups) == 1:
+  if _group_size(axis, groups) == 1:
     return x
   return jax.lax.all_to_all(
     x, mesh_axes(axis), split_axis=split, concat_axis=join, axis_index_groups=groups, tiled=True
   )
 
 
-def send(x: jax.Array, axis: str, to: Sequence[int]) -> jax.Array:
-  """Inside an island: send `x` to another device along a logical axis, and get one's from another.
+def permute(x: jax.Array, axis: str, to: Sequence[int]) -> jax.Array:
+  """Inside an island: permute local arrays between the devices along a logical axis.
 
   Args:
     x: local array.
     axis: the logical axis.
-    to: device i sends to device `to[i]`; each gets one.
+    to: device i sends to device `to[i]`; a permutation.
   """
   if list(to) == list(range(len(to))):
     return x
   return jax.lax.ppermute(x, mesh_axes(axis), list(enumerate(to)))
 
 
-def gather_blocks(x: jax.Array, axis: str, dim: int = 0, groups: Groups | None = None) -> jax.Array:
-  """Inside an island: the blocks of all devices along a logical axis, joined by dimension `dim`.
+def all_gather(x: jax.Array, axis: str, dim: int = 0, groups: Groups | None = None) -> jax.Array:
+  """Inside an island: concatenate the blocks of all devices along a logical axis.
 
-  With `groups`, of the devices of a group.
+  The blocks are joined along dimension `dim`; with `groups`, those of the devices of one group.
   """
-  if _size(axis, groups) == 1:
+  if _group_size(axis, groups) == 1:
     return x
   return jax.lax.all_gather(x, mesh_axes(axis), axis=dim, axis_index_groups=groups, tiled=True)
 
 
-def sum_blocks(x: jax.Array, axis: str, dim: int = 0, groups: Groups | None = None) -> jax.Array:
-  """Inside an island: add up what the devices along a logical axis hold, and keep one block.
+def reduce_scatter(
+  x: jax.Array, axis: str, dim: int = 0, groups: Groups | None = None
+) -> jax.Array:
+  """Inside an island: sum over the devices along a logical axis, and keep one block.
 
-  The opposite of `gather_blocks`: device i keeps block i of dimension `dim` of the sum.
+  The transpose of `all_gather`: device i keeps block i of dimension `dim` of the sum.
   """
-  if _size(axis, groups) == 1:
+  if _group_size(axis, groups) == 1:
     return x
   return jax.lax.psum_scatter(
     x, mesh_axes(axis), scatter_dimension=dim, axis_index_groups=groups, tiled=True
   )
 
 
-def _size(axis: str, groups: Groups | None) -> int:
+def _group_size(axis: str, groups: Groups | None) -> int:
   return len(groups[0]) if groups else num_shards(axis)

@@ -1,4 +1,4 @@
-"""Sums over replicas that are sent in 8 bits, with the error fed back.
+"""All-reduce over replicas in 8 bits, with error feedback.
 
 Letters: R replicas, N blocks of BLOCK values each that a device owns the sum of, K values of a
 block.
@@ -10,18 +10,18 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ats_jax.sharding.apply import axis_index, exchange, gather_blocks, num_shards
+from ats_jax.sharding.apply import all_gather, all_to_all, axis_index, num_shards
 
-BLOCK = 256  # values that share a scale, which is 1.6 % more to send
+BLOCK = 256  # values that share a scale; the scales add 1.6 % to what is sent
 SCALE_BYTES = 4
 # Steps in proportion to a value: Adam divides each value by its own usual size, and equal steps (as
 # of int8) drown the small values of a block (docs/internals/adr/0048-gradients-in-8-bits.md).
 FORMAT = jnp.float8_e4m3fn
-MOST = float(jnp.finfo(FORMAT).max)
+FORMAT_MAX = float(jnp.finfo(FORMAT).max)
 
 
 class Quantised(NamedTuple):
-  """Blocks in 8 bits.
+  """Blocks of values in 8 bits with a scale for each.
 
   Attributes:
     bits: int8 [..., BLOCK], the bits of `FORMAT`: whatever sends them need not know that.
@@ -43,7 +43,7 @@ def quantise(x_NK: jax.Array) -> Quantised:
   Args:
     x_NK: float32 [..., BLOCK].
   """
-  scales_N = jnp.max(jnp.abs(x_NK), axis=-1) / MOST
+  scales_N = jnp.max(jnp.abs(x_NK), axis=-1) / FORMAT_MAX
   is_finite_N = jnp.all(jnp.isfinite(x_NK), axis=-1)
   is_usable_N = is_finite_N & (scales_N > 0.0)
   scaled_NK = x_NK / jnp.where(is_usable_N, scales_N, 1.0)[..., None]
@@ -53,13 +53,13 @@ def quantise(x_NK: jax.Array) -> Quantised:
 
 
 def dequantise(q: Quantised) -> jax.Array:
-  """What `quantise` rounded to, float32 [..., BLOCK]."""
+  """Convert quantised blocks back to float32 [..., BLOCK]."""
   rounded_NK = jax.lax.bitcast_convert_type(q.bits, FORMAT)
   return rounded_NK.astype(jnp.float32) * q.scales[..., None]
 
 
 def sum_over_replicas(parts: jax.Array, unsent: jax.Array, dim: int) -> tuple[jax.Array, jax.Array]:
-  """The sum of what replicas have, the same bit for bit on all of them, and what they still owe.
+  """Sum over replicas, bit-identical on all of them, and return the part not yet sent.
 
   Each replica adds to its part what it has not sent before (error feedback: Seide et al. 2014,
   "1-Bit Stochastic Gradient Descent"; Karimireddy et al. 2019, arXiv:1901.09847), and sends each
@@ -87,7 +87,7 @@ def sum_over_replicas(parts: jax.Array, unsent: jax.Array, dim: int) -> tuple[ja
 
 
 def sent_bytes(size: int) -> int:
-  """Bytes of an array of `size` values in 8 bits with its scales."""
+  """The bytes to send for `size` values in 8 bits, scales included."""
   return size + math.ceil(size / BLOCK) * SCALE_BYTES
 
 
@@ -98,14 +98,14 @@ def _local_sum(part, unsent, dim):
   own_RNK = padded.reshape(replicas, -1, BLOCK)
   q = quantise(own_RNK)
   rest_RNK = own_RNK - dequantise(q)
-  arrived = Quantised(*(exchange(a, "replica") for a in q))
+  arrived = Quantised(*(all_to_all(a, "replica") for a in q))
   total_NK = jnp.sum(dequantise(arrived), axis=0)
   q_sum = quantise(total_NK)
   here = axis_index("replica")
   rest_NK = jax.lax.dynamic_index_in_dim(rest_RNK, here, keepdims=False)
   rest_NK += total_NK - dequantise(q_sum)
   rest_RNK = jax.lax.dynamic_update_index_in_dim(rest_RNK, rest_NK, here, axis=0)
-  total = dequantise(Quantised(*(gather_blocks(a, "replica") for a in q_sum)))
+  total = dequantise(Quantised(*(all_gather(a, "replica") for a in q_sum)))
   like_part = lambda a: a.reshape(-1)[: whole.size].reshape(shape)
   summed = jnp.squeeze(like_part(total), dim).astype(part.dtype)
   return summed, like_part(rest_RNK).astype(unsent.dtype)

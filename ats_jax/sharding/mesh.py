@@ -11,7 +11,7 @@ import numpy as np
 from ats_jax.config.schema import Config
 from ats_jax.config.schema.exchange import Hierarchical
 from ats_jax.sharding.apply import mesh_axes
-from ats_jax.sharding.rules import MESH_AXES, SHARDS, ZERO, spec, use_plan
+from ats_jax.sharding.rules import MESH_AXES, PLAN_OF_ZERO_STAGE, ZERO_AXES, spec, use_plan
 
 ONE_HOST = 8  # devices of a host, where a mesh has none that could tell
 
@@ -35,7 +35,7 @@ def make_mesh(cfg: Config, devices: Sequence[Any] | None = None) -> jax.sharding
 
 @contextlib.contextmanager
 def on_mesh(cfg: Config, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> Iterator[None]:
-  """Compute on a mesh by a config's plan: `mesh.zero` and others, and what divides what."""
+  """Enter a mesh with the sharding plan of a config (`plan_of`)."""
   if isinstance(mesh, jax.sharding.AbstractMesh):
     of_mesh = jax.sharding.use_abstract_mesh(mesh)
   else:
@@ -47,10 +47,10 @@ def on_mesh(cfg: Config, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) ->
 def plan_of(
   cfg: Config, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
 ) -> contextlib.AbstractContextManager[None]:
-  """The plan of a resolved config on a mesh; a vocabulary is never padded.
+  """Enter the sharding plan of a resolved config on a mesh; a vocabulary is never padded.
 
   Raises:
-    ValueError: as `hosts_along`, with `moe.exchange=hierarchical`.
+    ValueError: if the hosts share the axis of experts unequally, with `moe.exchange=hierarchical`.
   """
   sizes = mesh.shape
   with use_plan("default"):
@@ -58,17 +58,17 @@ def plan_of(
   divides = cfg.model.vocab_size % ways == 0
   experts = cfg.moe.num_experts + cfg.moe.spare_experts
   return use_plan(
-    ZERO[cfg.mesh.zero],
+    PLAN_OF_ZERO_STAGE[cfg.mesh.zero],
     whole_vocabulary=not divides,
     cut_residuals=cfg.mesh.shard_residuals,
-    whole_matrices=experts % math.prod(sizes[axis] for axis in SHARDS) == 0,
+    whole_matrices=experts % math.prod(sizes[axis] for axis in ZERO_AXES) == 0,
     hosts=expert_hosts(cfg, mesh) if isinstance(cfg.moe.exchange, Hierarchical) else 1,
-    copies=cfg.mesh.copy_engines,
+    copy_engines=cfg.mesh.copy_engines,
   )
 
 
 def expert_hosts(cfg: Config, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> int:
-  """Over how many hosts the mesh axis of experts is spread.
+  """The number of hosts that the mesh axis of experts is spread over.
 
   `moe.exchange.hosts`, or as many as there are processes along the axis. Of a mesh without devices
   a host has up to ONE_HOST neighbours.
@@ -91,13 +91,13 @@ def expert_hosts(cfg: Config, mesh: jax.sharding.Mesh | jax.sharding.AbstractMes
 
 
 def hosts_along(host_of: np.ndarray) -> int:
-  """How many hosts share each line of devices, in blocks of neighbours of one size.
+  """The number of hosts along a mesh axis, each with one block of neighbours of one size.
 
   Args:
-    host_of: int [lines, devices], the host of each device along a mesh axis.
+    host_of: int [lines, devices], the host of each device along the axis.
 
   Raises:
-    ValueError: if they do not share each line so.
+    ValueError: if hosts have blocks of different sizes, or devices that are no neighbours.
   """
   hosts = len(np.unique(host_of[0]))
   for line in host_of:
@@ -176,7 +176,7 @@ def local_rows(mesh: jax.sharding.Mesh, micro: int) -> np.ndarray:
 
 
 def to_global(batch: Mapping[str, np.ndarray], mesh: jax.sharding.Mesh) -> dict[str, jax.Array]:
-  """Make global arrays of this process's rows (`local_rows`) of each array.
+  """Make global arrays from this process's rows (`local_rows`) of each array.
 
   Rows are whole here; of one that is cut along its positions a device takes its own.
   """

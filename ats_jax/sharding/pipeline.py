@@ -24,20 +24,20 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ats_jax.sharding.apply import exchange, mesh_axes, num_shards, row_axis
+from ats_jax.sharding.apply import all_to_all, mesh_axes, num_shards, row_axis
 from ats_jax.sharding.rules import current_rules
 
 
 def num_stages() -> int:
-  """Into how many stages the current mesh cuts a stack of layers; 1 = there is no pipeline."""
+  """The number of pipeline stages of the current mesh; 1 = there is no pipeline."""
   return num_shards("layers")
 
 
 def num_ticks(micro: int, stages: int, rounds: int = 1) -> int:
-  """How often the stages work on a group of layers in one pass.
+  """The number of ticks of one pass, in each of which a stage runs one group of its layers.
 
-  The micro-batches go round in groups of as many as there are stages; of a last group that has less
-  each round is as long.
+  Micro-batches go round in groups of as many as there are stages. A smaller last group takes as
+  long for each round.
   """
   groups, last = divmod(micro - 1, stages)
   return (groups * rounds + rounds - 1) * stages + last + stages
@@ -49,10 +49,11 @@ def bubble(micro: int, stages: int, rounds: int = 1) -> float:
   return (ticks - micro * rounds) / ticks
 
 
-def one_stage() -> jax.sharding.AbstractMesh:
-  """The current mesh with a single stage, on which layers are traced without a pipeline.
+def single_stage_mesh() -> jax.sharding.AbstractMesh:
+  """The current mesh with its stages moved to the first batch axis.
 
-  As many times more rows as there were stages leave a device as many of them.
+  Layers are traced on it without a pipeline; a device has the same rows if there are as many times
+  more of them as there were stages.
   """
   mesh, sizes = jax.sharding.get_abstract_mesh(), dict(jax.sharding.get_abstract_mesh().shape)
   (staged,), (first, *_) = mesh_axes("layers"), mesh_axes("batch")
@@ -63,8 +64,8 @@ def one_stage() -> jax.sharding.AbstractMesh:
   )
 
 
-def in_words(layers: int, micro: int, stages: int, rounds: int = 1) -> str:
-  """A pipeline, for the log and the planner."""
+def describe_pipeline(layers: int, micro: int, stages: int, rounds: int = 1) -> str:
+  """Describe a pipeline in one line, for the log and the planner."""
   ticks, of_tick = num_ticks(micro, stages, rounds), layers // (stages * rounds)
   groups, turns = (f"{rounds} x ", f" {rounds} rounds of") if rounds > 1 else ("", "")
   return (
@@ -74,24 +75,24 @@ def in_words(layers: int, micro: int, stages: int, rounds: int = 1) -> str:
 
 
 def most_micro_batches(rows: int) -> int:
-  """Into how many micro-batches rows are cut that come uncut: one a stage, if they divide."""
+  """The number of micro-batches for rows outside of training: one per stage, if they divide."""
   return math.gcd(rows // num_shards("batch"), num_stages())
 
 
-def join(x_MB: jax.Array) -> jax.Array:
-  """Micro-batches [micro, batch, ...] to rows [micro * batch, ...], which the stages share.
+def join_micro_batches(x_MB: jax.Array) -> jax.Array:
+  """Join micro-batches [micro, batch, ...] into rows [micro * batch, ...] shared by the stages.
 
-  In an order that moves nothing between devices; `split` undoes it.
+  The order of rows moves nothing between devices; `split_micro_batches` undoes it.
   """
-  x_MB = _cut(x_MB, "micro", "batch")
+  x_MB = _shard_leading(x_MB, "micro", "batch")
   return _regroup(x_MB, num_stages(), "micro", ("rows",))
 
 
-def split(x_R: jax.Array, micro: int) -> jax.Array:
-  """Rows [rows, ...] to `micro` micro-batches [micro, rows / micro, ...]; see `join`."""
+def split_micro_batches(x_R: jax.Array, micro: int) -> jax.Array:
+  """Split rows [rows, ...] as joined by `join_micro_batches` into [micro, rows / micro, ...]."""
   rows, *shape = x_R.shape
   axis = row_axis(rows)
-  x_R = _cut(x_R, axis)
+  x_R = _shard_leading(x_R, axis)
   parts, outer = (num_stages(), "micro") if axis == "rows" else (1, None)
   assert micro % parts == 0, f"{micro} micro-batches do not divide over {parts} stages"
   rest = _spec(x_R)[1:]
@@ -100,12 +101,12 @@ def split(x_R: jax.Array, micro: int) -> jax.Array:
 
 
 class _Slot(NamedTuple):
-  """What a stage works on in a tick.
+  """The work of a stage in one tick.
 
   Attributes:
     micro: index of the micro-batch.
-    round: how often it has been round before.
-    is_real: whether anybody uses the result.
+    round: index of the round.
+    is_real: False in the ticks in which the stage idles; their results are discarded.
   """
 
   micro: jax.Array
@@ -114,7 +115,7 @@ class _Slot(NamedTuple):
 
 
 def _slot(number: jax.Array, micro: int, stages: int, rounds: int) -> _Slot:
-  """The slot of a tick that is counted from the one in which the first micro-batch arrives."""
+  """The slot of tick `number`, counted from the tick in which the first micro-batch arrives."""
   group, within = jnp.divmod(jnp.maximum(number, 0), stages * rounds)
   of_round, place = jnp.divmod(within, stages)
   index = group * stages + place
@@ -125,7 +126,7 @@ def pipeline(
   stage: Callable[..., tuple[Any, Any]],
   rounds: Sequence[Any],
   x: Any,
-  beside: Any,
+  side_inputs: Any,
   key: jax.Array | None,
   *,
   micro: int,
@@ -138,43 +139,47 @@ def pipeline(
   in float32 or wider.
 
   Args:
-    stage: `(layers, x, beside, key) -> (x, statistics)` of some layers and one micro-batch.
+    stage: `(layers, x, side_inputs, key) -> (x, statistics)` for some layers and one micro-batch.
     rounds: the layers of each round, alike trees whose every leaf has a leading [layers]; the
       stages divide them.
     x: a tree of arrays [rows, ...] that go through the layers.
-    beside: a tree of arrays [rows, ...] that every layer is told about them.
-    key: is folded with the number of the micro-batch; None = no key.
-    micro: into how many micro-batches the rows are cut, as by `split`.
-    policy: of `jax.checkpoint`; None = nothing else is kept.
+    side_inputs: a tree of arrays [rows, ...] that every layer reads.
+    key: folded with the index of each micro-batch; None = no key.
+    micro: the number of micro-batches (`split_micro_batches`).
+    policy: a policy of `jax.checkpoint`; None = keep only the inputs of stages.
 
   Returns:
-    `x` behind the last layers, in the order of the rows, and the statistics of each round, a tree
+    `x` after the last layers, in the order of the rows, and the statistics of each round, a tree
     of arrays with a leading [layers], summed over micro-batches.
   """
   (axis,), stages, times = mesh_axes("layers"), num_stages(), len(rounds)
   shared = row_axis(jax.tree.leaves(x)[0].shape[0]) == "rows"
 
-  def local(rounds, x_M, beside_M, key):
+  def local(rounds, x_M, side_inputs_M, key):
     here = jax.lax.axis_index(axis)
     if shared:  # a stage's own
-      x_M, beside_M = jax.tree.map(lambda a: a[0], (x_M, beside_M))
+      x_M, side_inputs_M = jax.tree.map(lambda a: a[0], (x_M, side_inputs_M))
     narrow = jax.tree.map(jax.lax.stop_gradient, rounds)
-    wide = jax.tree.map(_widened, rounds)
+    wide = jax.tree.map(_to_float32, rounds)
     # Each hands on to the next one, and what has rounds to go comes back to the first.
     onwards = [(s, (s + 1) % stages) for s in range(stages if times > 1 else stages - 1)]
 
     # A loop needs no barriers against CSE.
     @functools.partial(jax.checkpoint, policy=policy, prevent_cse=False)
-    def work(rounds, x, beside, key, slot):
-      layers = jax.tree.map(lambda *of_rounds: _one_of(slot.round, of_rounds), *rounds)
-      return stage(layers, x, beside, None if key is None else jax.random.fold_in(key, slot.micro))
+    def work(rounds, x, side_inputs, key, slot):
+      layers = jax.tree.map(lambda *of_rounds: _select(slot.round, of_rounds), *rounds)
+      return stage(
+        layers, x, side_inputs, None if key is None else jax.random.fold_in(key, slot.micro)
+      )
 
     def tick(carry, number):
       (arrived, made_M), slot = carry, _slot(number - here, micro, stages, times)
-      entering, beside = jax.tree.map(lambda a: _micro_batch(a, slot.micro), (x_M, beside_M))
+      entering, side_inputs = jax.tree.map(
+        lambda a: _micro_batch(a, slot.micro), (x_M, side_inputs_M)
+      )
       enters = (here == 0) & (slot.round == 0)
       x = jax.tree.map(lambda new, old: jnp.where(enters, new, old), entering, arrived)
-      x, stats = work(jax.tree.map(_summed_wide, narrow, wide), x, beside, key, slot)
+      x, stats = work(jax.tree.map(_accumulate_wide, narrow, wide), x, side_inputs, key, slot)
       # The last that is written for a micro-batch stays: that of the last round.
       put = lambda all_M, a: jax.lax.dynamic_update_index_in_dim(all_M, a, slot.micro, 0)
       made_M = jax.tree.map(put, made_M, x)
@@ -192,7 +197,7 @@ def pipeline(
       made = jax.tree.map(lambda a: jax.lax.psum(of_last(a), axis), made)
     of_round = lambda n: slots.is_real & (slots.round == n)
     return made, [
-      jax.tree.map(functools.partial(_sum_of, of_round(n)), stats) for n in range(times)
+      jax.tree.map(functools.partial(_masked_sum, of_round(n)), stats) for n in range(times)
     ]
 
   ends = jax.P(axis) if shared else jax.P()
@@ -203,11 +208,11 @@ def pipeline(
     axis_names={axis},
     check_vma=False,  # as of islands, see `apply.island`
   )
-  rounds = jax.tree.map(lambda a: _cut(a, "layers"), list(rounds))
-  x_M, beside_M = jax.tree.map(lambda a: split(a, micro), (x, beside))
+  rounds = jax.tree.map(lambda a: _shard_leading(a, "layers"), list(rounds))
+  x_M, side_inputs_M = jax.tree.map(lambda a: split_micro_batches(a, micro), (x, side_inputs))
   if shared:
-    x_M, beside_M = jax.tree.map(_to_all, (x_M, beside_M))
-  out_M, stats = run(rounds, x_M, beside_M, key)
+    x_M, side_inputs_M = jax.tree.map(_to_all, (x_M, side_inputs_M))
+  out_M, stats = run(rounds, x_M, side_inputs_M, key)
   if shared:
     out_M = jax.tree.map(_from_last, out_M)
   outer, rows = ("micro", "rows") if shared else (None, "batch")
@@ -218,7 +223,7 @@ def pipeline(
 
 
 def layer_at(layers: Any, index: jax.Array) -> Any:
-  """One layer of a stack on all stages, sent by the stage that holds it.
+  """Broadcast one layer of a stack from the stage that holds it to all stages.
 
   Args:
     layers: a tree whose every leaf has a leading [layers].
@@ -246,7 +251,7 @@ def layer_at(layers: Any, index: jax.Array) -> Any:
 
 # Islands over all axes: over the stages alone XLA would gather along the other axes too.
 def _to_all(x_MB: jax.Array) -> jax.Array:
-  """Micro-batches that the stages share -> [stage, micro, batch, ...], all of them for each."""
+  """All-gather micro-batches over the stages: [stage, micro, batch, ...], all for each stage."""
   spec = _spec(x_MB)
   all_of = lambda x: jax.lax.all_gather(x, spec[0], tiled=True)[None]
   out = jax.P(spec[0], None, *spec[1:])
@@ -254,39 +259,39 @@ def _to_all(x_MB: jax.Array) -> jax.Array:
 
 
 def _from_last(x_SMB: jax.Array) -> jax.Array:
-  """What each stage made -> that of the last one, [micro, batch, ...], which the stages share."""
+  """Distribute the last stage's results [micro, batch, ...] over the stages."""
   spec, share = _spec(x_SMB), x_SMB.shape[1] // num_stages()
-  of_last = lambda x: exchange(x[0], "layers")[-share:]
+  of_last = lambda x: all_to_all(x[0], "layers")[-share:]
   out = jax.P(spec[0], *spec[2:])
   return jax.shard_map(of_last, in_specs=spec, out_specs=out, check_vma=False)(x_SMB)
 
 
-def _one_of(index: jax.Array, choices: Sequence[jax.Array]) -> jax.Array:
-  """`choices[index]`: not of a stack, which would be a copy of all, and so would its gradient."""
+def _select(index: jax.Array, choices: Sequence[jax.Array]) -> jax.Array:
+  """`choices[index]` without stacking, which would copy all choices and their gradients."""
   return choices[0] if len(choices) == 1 else jax.lax.select_n(index, *choices)
 
 
-def _sum_of(is_counted: jax.Array, values: jax.Array) -> jax.Array:
-  """The sum of values [ticks, ...] over some of the ticks."""
+def _masked_sum(is_counted: jax.Array, values: jax.Array) -> jax.Array:
+  """Sum values [ticks, ...] over the ticks where `is_counted`."""
   counts = jnp.expand_dims(is_counted, tuple(range(1, values.ndim)))
   return jnp.sum(jnp.where(counts, values, jnp.zeros_like(values)), axis=0)
 
 
 def _micro_batch(x_MB: jax.Array, index: jax.Array | int) -> jax.Array:
   x = jax.lax.dynamic_index_in_dim(x_MB, index, keepdims=False)
-  return _cut(x, "batch")  # one row has lost its axis
+  return _shard_leading(x, "batch")  # one row has lost its axis
 
 
 def _is_narrow(x: jax.Array) -> bool:
   return jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits < 32
 
 
-def _widened(x: jax.Array) -> jax.Array:
+def _to_float32(x: jax.Array) -> jax.Array:
   return x.astype(jnp.float32) if _is_narrow(x) else x
 
 
-def _summed_wide(narrow: jax.Array, wide: jax.Array) -> jax.Array:
-  """`narrow`, with its derivative by `wide`: a loop adds the gradients up in that dtype."""
+def _accumulate_wide(narrow: jax.Array, wide: jax.Array) -> jax.Array:
+  """Return `narrow` with its gradient going to `wide`, in whose dtype a loop accumulates it."""
   return _narrowed(narrow, wide) if narrow.dtype != wide.dtype else wide
 
 
@@ -313,7 +318,7 @@ def _spec(x: jax.Array) -> jax.P:
   return jax.typeof(x).sharding.spec
 
 
-def _cut(x: jax.Array, *axes: str | None) -> jax.Array:
+def _shard_leading(x: jax.Array, *axes: str | None) -> jax.Array:
   """Shard the first dimensions by logical axes; the others stay as they are."""
   rules = current_rules()
   return jax.reshard(x, jax.P(*(rules[a] for a in axes), *_spec(x)[len(axes) :]))

@@ -1,4 +1,4 @@
-"""What each replica of the weights makes of its own rows, kept apart."""
+"""Trace a function for the rows of each replica of the weights separately."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -6,26 +6,27 @@ from typing import Any
 import jax
 
 from ats_jax.sharding.apply import mesh_axes, num_shards
-from ats_jax.sharding.rules import own_rows
+from ats_jax.sharding.rules import isolated_replica
 
 
 def num_replicas() -> int:
-  """How many copies of the weights the current mesh has along its axis of replicas."""
+  """The number of copies of the weights on the current mesh."""
   return num_shards("replica")
 
 
-def each(f: Callable[..., Any], rows: Mapping[str, jax.Array], *args: Any, dims: Any) -> Any:
-  """`f(rows, *args)` of each replica's rows.
+def map_replicas(
+  f: Callable[..., Any], rows: Mapping[str, jax.Array], *args: Any, dims: Any
+) -> Any:
+  """Compute `f(rows, *args)` for the rows of each replica, without sums over replicas.
 
-  Manual over the axis of replicas alone: what `f` sums over the batch is summed over the devices of
-  a replica. Inside, the plan in use has no other replicas (`rules.own_rows`), and other mesh axes
-  are explicit as ever.
+  Only the mesh axis of replicas is manual, so sums over the batch in `f` are over the devices of
+  one replica. Inside `f`, the current plan has one replica (`rules.isolated_replica`).
 
   Args:
-    f: gives a tree of arrays.
+    f: returns a tree of arrays.
     rows: arrays [micro, batch, ...].
     args: trees of arrays, the same on all replicas.
-    dims: the place of a new dimension in each array that `f` gives: a prefix of that tree.
+    dims: where the dimension of replicas is inserted in each result of `f`, a prefix of its tree.
 
   Returns:
     The results, with a dimension of replicas in each array, which is sharded over them.
@@ -33,7 +34,7 @@ def each(f: Callable[..., Any], rows: Mapping[str, jax.Array], *args: Any, dims:
   (axis,) = mesh_axes("replica")
 
   def local(rows, args):
-    with own_rows():
+    with isolated_replica():
       made = f(rows, *args)
     expand = lambda dim, tree: jax.tree.map(lambda x: jax.lax.expand_dims(x, (dim,)), tree)
     return jax.tree.map(expand, dims, made)

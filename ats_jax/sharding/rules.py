@@ -1,4 +1,4 @@
-"""Where logical axes (what a dimension means) meet mesh axes (where it lives): a table a plan."""
+"""Sharding rules: one table for each plan, from logical axes to mesh axes."""
 
 import contextlib
 import functools
@@ -12,11 +12,11 @@ import jax
 MESH_AXES = ("stage", "data", "fsdp", "expert", "context", "tensor")
 
 # None = not sharded. A tuple shards one dimension over several mesh axes.
-Rules = Mapping[str | None, str | tuple[str, ...] | None]
-# Along these the devices have other tokens, and parts of the same weights (ZeRO). Along `data` they
-# have other tokens, and copies.
-SHARDS = ("fsdp", "expert", "context")
-_DEFAULT: Rules = {
+ShardingRules = Mapping[str | None, str | tuple[str, ...] | None]
+# Devices along these axes have different tokens and different shards of the weights (ZeRO). Along
+# `data` they have different tokens and copies of the weights.
+ZERO_AXES = ("fsdp", "expert", "context")
+_DEFAULT: ShardingRules = {
   None: None,
   # activations
   "batch": ("data", "fsdp", "expert"),
@@ -36,8 +36,8 @@ _DEFAULT: Rules = {
   # parameters: `embed` is the d_model side of a matrix
   "layers": "stage",  # of a stack
   "replica": "data",  # copies of the weights, where each has something of its own
-  "embed": SHARDS,
-  "latent_rows": SHARDS,  # the latent's side of a matrix, like `embed`
+  "embed": ZERO_AXES,
+  "latent_rows": ZERO_AXES,  # the latent's side of a matrix, like `embed`
   "norm": None,
   "experts": "expert",
   "stored_experts": "expert",  # of a stack, and the d_model side of its matrices: see `Plan`
@@ -45,11 +45,16 @@ _DEFAULT: Rules = {
   "router": None,  # experts as columns of the router
 }
 
-_DATA_PARALLEL: Rules = {**_DEFAULT, "embed": None, "latent_rows": None, "expert_embed": None}
+_DATA_PARALLEL: ShardingRules = {
+  **_DEFAULT,
+  "embed": None,
+  "latent_rows": None,
+  "expert_embed": None,
+}
 
-RULES: Mapping[str, Rules] = {
+RULES: Mapping[str, ShardingRules] = {
   "default": MappingProxyType(_DEFAULT),  # ZeRO-3
-  # The weights whole along SHARDS, but experts along `expert`.
+  # The weights whole along ZERO_AXES, but experts along `expert`.
   "data_parallel": MappingProxyType(_DATA_PARALLEL),
   # Likewise, but not what else is as large as they are: see KEPT.
   "zero_1": MappingProxyType(_DATA_PARALLEL),
@@ -57,31 +62,31 @@ RULES: Mapping[str, Rules] = {
 }
 # What is sharded by the table of another plan than the weights (Rajbhandari et al. 2020,
 # arXiv:1910.02054, section 5): stage 1 the optimizer's state, stage 2 the gradients too.
-Part = Literal["weights", "gradients", "moments"]
-PARTS: tuple[Part, ...] = get_args(Part)
-KEPT: Mapping[str, Mapping[Part, str]] = {
+StatePart = Literal["weights", "gradients", "moments"]
+STATE_PARTS: tuple[StatePart, ...] = get_args(StatePart)
+PART_PLANS: Mapping[str, Mapping[StatePart, str]] = {
   "zero_1": {"moments": "default"},
   "zero_2": {"moments": "default", "gradients": "default"},
 }
-ZERO = {1: "zero_1", 2: "zero_2", 3: "default"}  # plans by `mesh.zero`
+PLAN_OF_ZERO_STAGE = {1: "zero_1", 2: "zero_2", 3: "default"}  # plans by `mesh.zero`
 
 
 class Plan(NamedTuple):
-  """What is in use: a table of logical axes, and how it differs from that of RULES.
+  """The sharding plan in use: a table of RULES and the changes to it.
 
   Attributes:
-    name: of a table of RULES.
-    whole_vocabulary: the vocabulary is not cut: the mesh does not divide it, and no row is padded.
-    whole_rows: the positions of a row are not cut.
-    cut_residuals: positions of the residual stream are cut by the axis of widths too.
-    whole_matrices: what cuts the matrices of experts deals out whole ones instead.
-    hosts: that the mesh axis of experts is spread over, in blocks of neighbours of one size. A fact
-      of the mesh, like its sizes.
-    copies: shards of weights and of their gradients, and what attention swaps along a row, are
-      sent from device to device, as copies. Not an argument of layers: the same layers train with
-      copies and generate without (`whole_rows`).
-    own_rows: a batch is the rows of one replica, and no other replica is met. Not an argument: it
-      holds for all that a gradient traces (`sharding.replicas`).
+    name: the name of a table in RULES.
+    whole_vocabulary: the vocabulary is not sharded, as the mesh does not divide it.
+    whole_rows: the positions of a row are not sharded.
+    cut_residuals: positions of the residual stream are sharded over `tensor` too.
+    whole_matrices: the axes that shard the matrices of experts distribute whole experts instead.
+    hosts: the number of hosts that the mesh axis of experts is spread over, in blocks of neighbours
+      of one size. A fact of the mesh, like its sizes.
+    copy_engines: weights, their gradients and what attention swaps along a row are sent between
+      devices as copies (`mesh.copy_engines`). It is not an argument of layers because the same
+      layers train with copies and generate without (`whole_rows`).
+    isolated_replica: the traced function sees the rows of one replica only. It is not an argument
+      because it holds for all that a gradient traces (`sharding.replicas`).
   """
 
   name: str = "default"
@@ -90,19 +95,19 @@ class Plan(NamedTuple):
   cut_residuals: bool = False
   whole_matrices: bool = False
   hosts: int = 1
-  copies: bool = False
-  own_rows: bool = False
+  copy_engines: bool = False
+  isolated_replica: bool = False
 
 
 _plan = jax.make_user_context(Plan())  # what is traced under one plan is not used under another
 
 
 def use_plan(name: str, **others: bool | int) -> contextlib.AbstractContextManager[None]:
-  """Shard by another table of `RULES`: enter it where the mesh is set.
+  """Use a table of `RULES`; a context manager, to be entered where the mesh is set.
 
   Args:
-    name: of the table.
-    others: fields of `Plan`.
+    name: the name of the table.
+    others: further fields of `Plan`.
 
   Raises:
     ValueError: if there is no such table.
@@ -113,20 +118,20 @@ def use_plan(name: str, **others: bool | int) -> contextlib.AbstractContextManag
 
 
 def whole_rows() -> contextlib.AbstractContextManager[None]:
-  """The plan in use without a cut along the positions of a row: a token by itself has none.
+  """Use the current plan without sharding along the positions of a row, for generation.
 
-  And without copies of shards: what generates has no options of XLA, which make them.
+  It also turns off `copy_engines`, as programs for generation lack the XLA options that they need.
   """
-  return _plan(current_plan()._replace(whole_rows=True, copies=False))
+  return _plan(current_plan()._replace(whole_rows=True, copy_engines=False))
 
 
-def own_rows() -> contextlib.AbstractContextManager[None]:
-  """The plan in use for one replica by itself (`sharding.replicas`)."""
-  return _plan(current_plan()._replace(own_rows=True))
+def isolated_replica() -> contextlib.AbstractContextManager[None]:
+  """Use the current plan for one replica that is traced by itself (`sharding.replicas`)."""
+  return _plan(current_plan()._replace(isolated_replica=True))
 
 
 def under_this_plan[**P, R](f: Callable[P, R]) -> Callable[P, R]:
-  """`f` for another thread, which would have the default plan."""
+  """Wrap `f` to use the current plan in any thread; other threads start with the default plan."""
   plan = current_plan()
 
   def inner(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -137,18 +142,18 @@ def under_this_plan[**P, R](f: Callable[P, R]) -> Callable[P, R]:
 
 
 def current_plan() -> Plan:
-  """The plan that is in use."""
+  """The plan in use."""
   return _plan.value
 
 
-def current_rules(part: Part = "weights") -> Rules:
-  """The table of the plan that is in use, for weights and activations or another part."""
+def current_rules(part: StatePart = "weights") -> ShardingRules:
+  """The sharding rules in use for `part` of the state; activations go by those of the weights."""
   plan = current_plan()
-  return _table(plan._replace(name=KEPT.get(plan.name, {}).get(part, plan.name)))
+  return _rules_of(plan._replace(name=PART_PLANS.get(plan.name, {}).get(part, plan.name)))
 
 
 @functools.cache
-def _table(plan: Plan) -> Rules:
+def _rules_of(plan: Plan) -> ShardingRules:
   rules = dict(RULES[plan.name])
   if plan.whole_rows:
     rules |= {"seq": None, "residual_seq": None, "heads_of_rows": rules["heads"]}
@@ -158,7 +163,7 @@ def _table(plan: Plan) -> Rules:
     rules["vocab"] = None
   if plan.whole_matrices and rules["expert_embed"]:
     rules |= {"stored_experts": ("expert", "fsdp", "context"), "expert_embed": None}
-  if plan.own_rows:
+  if plan.isolated_replica:
     rules |= {axis: _without(rules[axis], rules["replica"]) for axis in ("batch", "rows")}
   return MappingProxyType(rules)
 
@@ -167,12 +172,12 @@ def _without(names, name):
   return tuple(n for n in names if n != name)
 
 
-def spec(*axes: str | None, part: Part = "weights") -> jax.P:
+def spec(*axes: str | None, part: StatePart = "weights") -> jax.P:
   """Translate logical axis names to a PartitionSpec.
 
   Args:
-    axes: of each dimension; None = not sharded.
-    part: what it is of: weights and activations, or what a plan may shard otherwise.
+    axes: the logical axis of each dimension; None = not sharded.
+    part: the part of the state that the array belongs to; activations go with the weights.
 
   Raises:
     ValueError: for an unknown name, or if two dimensions of one array use the same mesh axis.

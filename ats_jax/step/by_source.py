@@ -1,8 +1,8 @@
-"""Pretraining on a mixture: the loss and the tokens of each source beside those of all."""
+"""Pretraining on a mixture of sources: also reports the loss and the tokens of each source."""
 
 import dataclasses
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import NamedTuple, override
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from ats_jax.config.schema import Config
 from ats_jax.data.batch import SOURCE, SOURCE_FIELD, Batch, Field
 from ats_jax.model.decoder import Decoder
-from ats_jax.model.mod import Pass
+from ats_jax.model.forward_pass import Pass
 from ats_jax.ops.cross_entropy import LossSums
 from ats_jax.step.objective import (
   Contribution,
@@ -22,13 +22,13 @@ from ats_jax.step.objective import (
 )
 
 
-class Sums(NamedTuple):
-  """Of tokens in the loss.
+class SourceSums(NamedTuple):
+  """Sums over the tokens in the loss.
 
   Attributes:
-    of_all: sums of all sources together.
-    cross_entropy_S: [sources] float32, in nats.
-    counted_S: [sources] float32, tokens.
+    of_all: the sums over all sources together.
+    cross_entropy_S: [sources] float32, cross-entropy of each source in nats.
+    counted_S: [sources] float32, tokens of each source.
   """
 
   of_all: LossSums
@@ -37,8 +37,8 @@ class Sums(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class BySource:
-  """`Pretraining`, which also reports `train/NAME/loss` and `train/NAME/tokens`; see `Objective`.
+class BySource(Objective):
+  """`Pretraining` that also reports `train/NAME/loss` and `train/NAME/tokens` of each source.
 
   Attributes:
     cfg: the resolved config, with `data.sources`.
@@ -47,52 +47,53 @@ class BySource:
   cfg: Config
 
   @property
+  @override
   def fields(self) -> Mapping[str, Field]:
-    """See `Objective`."""
     return {SOURCE: SOURCE_FIELD}
 
+  @override
   def __call__(
-    self, model: Decoder, batch: Batch, whole: Totals, rules: Pass, key: jax.Array | None
+    self, model: Decoder, batch: Batch, totals: Totals, rules: Pass, key: jax.Array | None
   ) -> Contribution:
-    """See `Objective`; `sums` are `Sums`."""
     of_all, stats = loss_sums(model, batch, self.cfg.step, rules, key, per_token=True)
     each_BT = of_all.cross_entropy
     number_S = jnp.arange(len(self.cfg.data.sources))
     is_of_BTS = batch[SOURCE][..., None] == number_S
-    sums = Sums(
+    sums = SourceSums(
       of_all._replace(cross_entropy=jnp.sum(each_BT)),
       jnp.sum(jnp.where(is_of_BTS, each_BT[..., None], 0.0), axis=(0, 1)),
       jnp.sum(jnp.where(is_of_BTS, batch["loss_mask"][..., None], 0.0), axis=(0, 1)),
     )
-    loss = of_all.objective / whole.counted + routing_loss(self.cfg, model, stats, whole)
+    loss = of_all.objective / totals.counted + routing_loss(self.cfg, model, stats, totals)
     return Contribution(loss, sums, stats)
 
-  def means(self, sums: Sums, whole: Totals) -> dict[str, jax.Array]:
-    """See `Objective`; the loss of a source without a token in the batch is not a number."""
+  @override
+  def means(self, sums: SourceSums, totals: Totals) -> dict[str, jax.Array]:
+    # The loss of a source without a token in the batch is NaN.
     loss_S = sums.cross_entropy_S / sums.counted_S
-    metrics = Pretraining(self.cfg).means(sums.of_all, whole)
+    metrics = Pretraining(self.cfg).means(sums.of_all, totals)
     names = self.cfg.data.sources
     for name, loss, counted in zip(names, loss_S, sums.counted_S, strict=True):
       metrics |= {f"train/{name}/loss": loss, f"train/{name}/tokens": counted}
     return metrics
 
 
-def objective_of(cfg: Config) -> Objective:
-  """What a run on its text, or on its mixture of sources, minimises."""
+def pretraining_objective(cfg: Config) -> Objective:
+  """The pretraining objective of a run: by source if it has a mixture of sources."""
   return BySource(cfg) if cfg.data.sources else Pretraining(cfg)
 
 
-def of_sources(
+def source_metrics(
   passes: Mapping[str, float | None], metrics: Mapping[str, float]
 ) -> dict[str, float | None]:
-  """Further metrics of sources; for the host, when a row is written.
+  """Compute further metrics of sources on the host, for a row of the log.
 
   Args:
-    passes: how often each source has been read; None = that is not known.
+    passes: how many epochs of each source have been read; None = not known.
     metrics: `StepMetrics.values` by name.
 
   Returns:
-    `train/NAME/epochs`; and `train/NAME/loss` as None, where there is none.
+    `train/NAME/epochs`, and `train/NAME/loss` as None for sources without a token in the batch.
   """
   absent = [name for name in passes if not metrics[f"train/{name}/tokens"]]
   epochs = {f"train/{name}/epochs": value for name, value in passes.items()}

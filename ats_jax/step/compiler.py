@@ -1,4 +1,4 @@
-"""Options of XLA for the train step: those that a device gets, and those that a run asks for."""
+"""XLA options of the train step: defaults of a device, and those set by the run."""
 
 import re
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ EXPERTS_IN_A_LOOP = {"xla_gpu_enable_dynamic_slice_fusion": "false"}
 #   1.5B, an eighth of the tokens in each other layer  29 -> 15.9 s   96,358 -> 95,030
 # So they go where they win nothing: the first two, and in 8 bits, where they take minutes.
 NO_TRITON_MATMULS = {"xla_gpu_enable_triton_gemm": "false"}
-WIDE, MANY_EXPERTS = 4096, 64  # the first two
+WIDE_MODEL, MANY_EXPERTS = 4096, 64  # the first two
 # How many collectives XLA may have on their way at a time; its own default is one. A matmul has all
 # of the GPU, so that a collective which begins beside one waits for its end: to hide it takes two
 # matmuls. Where gathered weights are kept, more of them take no more memory. Two H200s, jax 0.11.2,
@@ -39,20 +39,20 @@ NVIDIA, HOPPER = r"\bNVIDIA\b", r"\bH[12]00\b"  # in the device's `kind`
 
 
 def compiler_options(cfg: Config, device: Device) -> Options:
-  """What `jax.jit` gets for the train step, each option tried on a trivial program first.
+  """The compiler options of the train step, each tried on a trivial program first.
 
   Args:
-    cfg: `step.compiler_options`, which goes before `usual`.
-    device: where it runs.
+    cfg: the resolved config; its `step.compiler_options` override `default_options`.
+    device: the device of the run.
 
   Returns:
-    The options; without those of `usual` that this XLA does not take, which is logged.
+    The options. Default options that this XLA refuses are left out and logged.
 
   Raises:
-    ValueError: if `step.compiler_options` has one that this XLA does not take.
+    ValueError: if this XLA refuses an option of `step.compiler_options`.
   """
   asked, options = cfg.step.compiler_options, Options()
-  for name, text in {**usual(cfg, device), **asked}.items():
+  for name, text in {**default_options(cfg, device), **asked}.items():
     value = {"true": True, "false": False}.get(text.lower(), text)
     refusal = _refusal(name, value)
     if not refusal:
@@ -64,12 +64,12 @@ def compiler_options(cfg: Config, device: Device) -> Options:
   return options
 
 
-def usual(cfg: Config, device: Device) -> Mapping[str, str]:
-  """Options that nobody has to ask for."""
+def default_options(cfg: Config, device: Device) -> Mapping[str, str]:
+  """The default compiler options of a config on a device."""
   in_a_loop, options = not is_unrolled(cfg, device.platform), {}
   if cfg.moe.num_experts and in_a_loop and re.search(HOPPER, device.kind):
     options |= EXPERTS_IN_A_LOOP
-  experts, wide = cfg.moe.num_experts, cfg.model.d_model >= WIDE
+  experts, wide = cfg.moe.num_experts, cfg.model.d_model >= WIDE_MODEL
   gain_nothing = experts >= MANY_EXPERTS if experts else wide and not in_a_loop
   if (cfg.precision.fp8 or gain_nothing) and re.search(NVIDIA, device.kind):
     options |= NO_TRITON_MATMULS
@@ -80,8 +80,8 @@ def usual(cfg: Config, device: Device) -> Mapping[str, str]:
   return options
 
 
-def for_evaluation(options: Options) -> Options:
-  """Those of the train step's that its forward pass needs too."""
+def evaluation_options(options: Options) -> Options:
+  """Select the options of the train step that evaluation needs too."""
   needed = {*NO_TRITON_MATMULS, *COPY_ENGINES}
   return {name: value for name, value in options.items() if name in needed}
 

@@ -1,7 +1,7 @@
-"""One optimizer update: gradients, the move of the weights, the new state, metrics.
+"""One optimizer update: gradients, new weights, the new state, metrics.
 
-`step_function` is a plain step. What a config asks for beyond it is a `Part`, a class with methods
-that the step calls at named places. `step.parts` lists those of a run; a dense run has none.
+`step_function` makes a plain step. A feature beyond it is a `Part`, whose methods the step calls at
+fixed points. `step.parts` lists the parts of a run; a dense run has none.
 """
 
 import dataclasses
@@ -15,33 +15,33 @@ import jax.numpy as jnp
 from ats_jax.config.schema import Config
 from ats_jax.data.batch import Batch
 from ats_jax.model.decoder import Decoder
-from ats_jax.model.mod import Pass
-from ats_jax.model.param import lent, merge, shards_of_gradients, trainable
+from ats_jax.model.forward_pass import Pass
+from ats_jax.model.param import gradient_shards, merge, trainable, with_gradient_shards
 from ats_jax.model.random import Purpose, fold
 from ats_jax.model.stats import StackStats
 from ats_jax.step import tensors
-from ats_jax.step.objective import Objective, Totals, totals
+from ats_jax.step.objective import Objective, Totals, batch_totals
 from ats_jax.step.optimizers.base import Optimizer, seam
 from ats_jax.step.schedule import learning_rate
 from ats_jax.step.state import StepMetrics, TrainState
 
 Schedule = Callable[[Config, jax.Array], jax.Array]
 Metrics = dict[str, jax.Array]
-# `(model, batch, whole, key, rules) -> (sums, statistics, gradients)`, see `sums_and_grads`.
+# `(model, batch, totals, key, rules) -> (sums, statistics, gradients)`, as `sums_and_grads`.
 Gradients = Callable[[Decoder, Batch, Totals, jax.Array, Pass], tuple[Any, StackStats, Any]]
 # `(state, grads, lr, loss) -> (state, metrics)`, with new parameters and optimizer state.
 Update = Callable[[TrainState, Any, jax.Array, jax.Array], tuple[TrainState, Metrics]]
 
 
-class Made(NamedTuple):
-  """An update that was made.
+class UpdateResult(NamedTuple):
+  """The result of an update, as parts see it.
 
   Attributes:
-    before: the state that the step was given.
-    used: the model that the passes ran through.
+    before: the state before the step.
+    used: the model of the forward and backward passes (`Part.used_model`).
     rules: how its sparse layers chose.
-    stats: of its sparse layers, over the whole batch.
-    metrics: of the objective and the update.
+    stats: statistics of its sparse layers, over the whole batch.
+    metrics: metrics of the objective and of the update, by name.
   """
 
   before: TrainState
@@ -59,40 +59,48 @@ class Part:
   """
 
   def init(self, state: TrainState) -> TrainState:
-    """The state of step 0, with what the part remembers between steps."""
+    """Add what the part remembers between steps to the state of step 0."""
     return state
 
   def used_model(self, state: TrainState, model: Decoder) -> Decoder:
-    """The model that the passes of this step run through."""
+    """Return the model for the passes of this step."""
     del state
     return model
 
   def gradients(
-    self, inner: Gradients, model: Decoder, batch: Batch, whole: Totals, key: jax.Array, rules: Pass
+    self,
+    inner: Gradients,
+    model: Decoder,
+    batch: Batch,
+    totals: Totals,
+    key: jax.Array,
+    rules: Pass,
   ) -> tuple[Any, StackStats, Any]:
-    """See `sums_and_grads`."""
-    return inner(model, batch, whole, key, rules)
+    """Compute sums, statistics and gradients as `sums_and_grads`, by calling `inner`."""
+    return inner(model, batch, totals, key, rules)
 
   def update(
     self, inner: Update, state: TrainState, grads: Any, lr: jax.Array, loss: jax.Array
   ) -> tuple[TrainState, Metrics]:
-    """See `update`."""
+    """Update parameters and optimizer state as `update`, by calling `inner`."""
     return inner(state, grads, lr, loss)
 
-  def after(self, made: Made, state: TrainState) -> TrainState:
-    """The state after an update, with what follows from it beside parameters and moments."""
-    del made
+  def after(self, result: UpdateResult, state: TrainState) -> TrainState:
+    """Change the state after an update, beyond parameters and optimizer state."""
+    del result
     return state
 
-  def report(self, made: Made, state: TrainState, written: Any) -> tuple[TrainState, Metrics]:
-    """Further metrics, and the state with what it says of itself.
+  def report(
+    self, result: UpdateResult, state: TrainState, written: Any
+  ) -> tuple[TrainState, Metrics]:
+    """Return the state and further metrics of it.
 
     Args:
-      made: the update.
-      state: as the step returns it.
-      written: its parameters, behind a barrier, to be reduced.
+      result: the update.
+      state: the state that the step returns.
+      written: the parameters of `state` behind a barrier, for reductions over them.
     """
-    del made, written
+    del result, written
     return state, {}
 
 
@@ -107,10 +115,10 @@ def step_function(
 
   Args:
     cfg: the resolved config.
-    optimizer: what makes directions of gradients.
-    objective: what is minimised.
-    parts: what the step does besides (`step.parts.parts_of`).
-    schedule: gives the learning rate of a step.
+    optimizer: turns gradients into directions.
+    objective: the loss and its metrics.
+    parts: further features of the step (`step.parts.parts_of`).
+    schedule: returns the learning rate of a step.
   """
   gradients: Gradients = functools.partial(sums_and_grads, objective)
   move: Update = functools.partial(update, optimizer)
@@ -123,26 +131,26 @@ def step_function(
     for part in parts:
       used = part.used_model(before, used)
 
-    whole = totals(batch, rules)
+    totals = batch_totals(batch, rules)
     key = fold(before.key, Purpose.PASS, before.step)
-    sums, stats, grads = gradients(used, batch, whole, key, rules)
-    means = objective.means(sums, whole)
+    sums, stats, grads = gradients(used, batch, totals, key, rules)
+    means = objective.means(sums, totals)
 
     lr = schedule(cfg, before.step)
     state, of_update = move(before, grads, lr, means["train/loss"])
-    made = Made(before, used, rules, stats, means | of_update)
+    result = UpdateResult(before, used, rules, stats, means | of_update)
     for part in parts:
-      state = part.after(made, state)
+      state = part.after(result, state)
 
     # Behind a barrier, so that XLA does not write parameters in float32 for the sake of this norm.
     written = jax.lax.optimization_barrier(trainable(state.model))
-    metrics = made.metrics | {
+    metrics = result.metrics | {
       "train/param_norm": tensors.norm(written),
       "train/scheduled_rate": lr,
-      "train/tokens": whole.counted,
+      "train/tokens": totals.counted,
     }
     for part in parts:
-      state, further = part.report(made, state, written)
+      state, further = part.report(result, state, written)
       metrics |= further
     return dataclasses.replace(state, step=before.step + 1), StepMetrics.of(metrics)
 
@@ -150,22 +158,22 @@ def step_function(
 
 
 def sums_and_grads(
-  objective: Objective, model: Decoder, batch: Batch, whole: Totals, key: jax.Array, rules: Pass
+  objective: Objective, model: Decoder, batch: Batch, totals: Totals, key: jax.Array, rules: Pass
 ) -> tuple[Any, StackStats, Any]:
   """Accumulate sums, statistics and gradients of the objective over the micro-batches.
 
-  One after the other, or in one pass where the model takes them all (`Stack.join`).
+  Micro-batches run one after the other, or in one pass if the stack joins them (`Stack.join`).
 
   Returns:
     The objective's sums, statistics of the sparse layers, and gradients like `trainable(model)`,
     sharded as the plan in use says.
   """
   params: Any = trainable(model)
-  shards = shards_of_gradients(params)
+  shards = gradient_shards(params)
 
   def contribution(shards: Any, micro: Batch, micro_key: jax.Array):
-    used = merge(lent(shards, params), model)
-    part = objective(used, micro, whole, rules, micro_key)
+    used = merge(with_gradient_shards(shards, params), model)
+    part = objective(used, micro, totals, rules, micro_key)
     return part.loss, (part.sums, part.stats)
 
   def of_rows(rows: Batch, rows_key: jax.Array):
@@ -200,14 +208,14 @@ def sums_and_grads(
 def update(
   optimizer: Optimizer, state: TrainState, grads: Any, lr: jax.Array, loss: jax.Array
 ) -> tuple[TrainState, Metrics]:
-  """Move the parameters.
+  """Update parameters and optimizer state.
 
   Args:
-    optimizer: what makes directions of gradients.
-    state: of the step.
-    grads: like `trainable(state.model)`.
-    lr: learning rate of the schedule, float32 scalar.
-    loss: of the batch; a part may look at it.
+    optimizer: turns gradients into directions.
+    state: the state before the step.
+    grads: gradients, like `trainable(state.model)`.
+    lr: the learning rate of the schedule, float32 scalar.
+    loss: the loss of the batch, which parts may use.
 
   Returns:
     The state with new parameters and optimizer state, and train/grad_norm (before clipping),

@@ -1,9 +1,9 @@
-"""What a training step minimises, and the loss on held-out rows."""
+"""The objective of a training step, and the loss on held-out rows."""
 
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, override
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from ats_jax.config.schema import Config, StepConfig
 from ats_jax.data.batch import Batch, Field
 from ats_jax.model.decoder import Decoder
-from ats_jax.model.mod import Pass
+from ats_jax.model.forward_pass import Pass
 from ats_jax.model.stats import StackStats
 from ats_jax.ops.cross_entropy import LossSums, linear_cross_entropy, token_logprobs
 from ats_jax.step.compiler import Options
@@ -22,14 +22,14 @@ PREDICTOR_WEIGHT = 0.01
 
 
 class Totals(NamedTuple):
-  """Of a whole batch, over devices and micro-batches; float32.
+  """Counts of a whole batch, over devices and micro-batches; float32.
 
   Attributes:
-    counted: tokens in the loss.
-    real: tokens that are no padding.
-    places: tokens that training lets through a layer which skips some; with static routing, which
-      lets through a few less, a bound.
-    rows: with a token that is no padding.
+    counted: the number of tokens in the loss.
+    real: the number of tokens that are not padding.
+    places: the number of tokens that go through a layer which skips some, in training. With static
+      routing, which lets a few less through, an upper bound.
+    rows: the number of rows with a token that is not padding.
   """
 
   counted: jax.Array
@@ -38,7 +38,7 @@ class Totals(NamedTuple):
   rows: jax.Array
 
 
-def totals(batch: Batch, rules: Pass) -> Totals:
+def batch_totals(batch: Batch, rules: Pass) -> Totals:
   """Count a batch [..., seq]."""
   lengths = jnp.sum(batch["segment_ids"] > 0, axis=-1, dtype=jnp.float32)
   places = rules.places(batch["segment_ids"].shape[-1])
@@ -51,12 +51,12 @@ def totals(batch: Batch, rules: Pass) -> Totals:
 
 
 class Contribution(NamedTuple):
-  """What one micro-batch adds to that of its batch: all of it adds up over micro-batches.
+  """The contribution of one micro-batch; contributions add up over the micro-batches of a batch.
 
   Attributes:
-    loss: float32 scalar that is differentiated.
-    sums: any tree of arrays, from which `Objective.means` makes metrics.
-    stats: of the sparse layers.
+    loss: the float32 scalar to differentiate.
+    sums: any tree of arrays, from which `Objective.means` computes metrics.
+    stats: statistics of the sparse layers.
   """
 
   loss: jax.Array
@@ -78,30 +78,30 @@ class Objective(Protocol):
     ...
 
   def __call__(
-    self, model: Decoder, batch: Batch, whole: Totals, rules: Pass, key: jax.Array | None
+    self, model: Decoder, batch: Batch, totals: Totals, rules: Pass, key: jax.Array | None
   ) -> Contribution:
-    """The contribution of one micro-batch.
+    """Compute the contribution of one micro-batch.
 
     Args:
-      model: differentiated by its trainable parameters.
+      model: the model, differentiated by its trainable parameters.
       batch: arrays [batch, seq].
-      whole: totals of all micro-batches together.
+      totals: totals of all micro-batches together.
       rules: how sparse layers choose.
-      key: of this micro-batch, for dropout, noise and random routing.
+      key: the key of this micro-batch, for dropout, noise and random routing.
     """
     ...
 
-  def means(self, sums: Any, whole: Totals) -> dict[str, jax.Array]:
-    """Metrics of a batch by name, float32 scalars.
+  def means(self, sums: Any, totals: Totals) -> dict[str, jax.Array]:
+    """Compute the metrics of a batch by name, float32 scalars.
 
-    One is train/loss, which the reflex and the orchestrator watch. docs/reference/metrics.md has
-    those of pre-training.
+    They include train/loss, which the reflex and the orchestrator watch. The others of
+    pretraining are in docs/reference/metrics.md.
     """
     ...
 
 
 @dataclasses.dataclass(frozen=True)
-class Pretraining:
+class Pretraining(Objective):
   """Cross-entropy of the next token with z-loss and label smoothing; losses of sparse layers.
 
   Attributes:
@@ -111,37 +111,37 @@ class Pretraining:
   cfg: Config
 
   @property
+  @override
   def fields(self) -> Mapping[str, Field]:
-    """See `Objective`."""
     return {}
 
+  @override
   def __call__(
-    self, model: Decoder, batch: Batch, whole: Totals, rules: Pass, key: jax.Array | None
+    self, model: Decoder, batch: Batch, totals: Totals, rules: Pass, key: jax.Array | None
   ) -> Contribution:
-    """See `Objective`; `sums` are `LossSums`."""
     sums, stats = loss_sums(model, batch, self.cfg.step, rules, key)
-    loss = sums.objective / whole.counted + routing_loss(self.cfg, model, stats, whole)
+    loss = sums.objective / totals.counted + routing_loss(self.cfg, model, stats, totals)
     return Contribution(loss, sums, stats)
 
-  def means(self, sums: LossSums, whole: Totals) -> dict[str, jax.Array]:
-    """See `Objective`."""
+  @override
+  def means(self, sums: LossSums, totals: Totals) -> dict[str, jax.Array]:
     return {
-      "train/loss": sums.cross_entropy / whole.counted,
-      "train/accuracy": sums.correct / whole.counted,
-      "train/z": sums.z / whole.counted,
+      "train/loss": sums.cross_entropy / totals.counted,
+      "train/accuracy": sums.correct / totals.counted,
+      "train/z": sums.z / totals.counted,
     }
 
 
-def routing_loss(cfg: Config, model: Decoder, stats: StackStats, whole: Totals) -> jax.Array:
-  """What sparse layers add to the objective; over the micro-batches of a batch it adds up.
+def routing_loss(cfg: Config, model: Decoder, stats: StackStats, totals: Totals) -> jax.Array:
+  """The losses of sparse layers for one micro-batch, which add up over the batch.
 
-  Means over tokens, then over layers, so that its strength depends on neither.
+  They are means over tokens, then over layers, so that its strength depends on neither.
 
   Args:
-    cfg: the weights of the losses.
-    model: for its layout.
-    stats: of one micro-batch.
-    whole: the batch's totals.
+    cfg: the resolved config, with the weights of the losses.
+    model: the model, whose layout is read.
+    stats: statistics of one micro-batch.
+    totals: totals of the whole batch.
   """
   moe, mod, loss = cfg.moe, cfg.mod, jnp.zeros(())
   kinds = [kind for segment in model.layout for kind in segment.kinds * segment.repeats]
@@ -149,12 +149,12 @@ def routing_loss(cfg: Config, model: Decoder, stats: StackStats, whole: Totals) 
   for segment, of_segment in zip(model.layout, stats.segments, strict=True):
     for kind, layers in zip(segment.kinds, of_segment, strict=True):
       if (experts := layers.moe) is not None:
-        tokens = num_moe * (whole.places if kind.mod else whole.real)
+        tokens = num_moe * (totals.places if kind.mod else totals.real)
         loss += moe.aux_loss * jnp.sum(experts.balance) / tokens
         loss += moe.z_loss * jnp.sum(experts.z) / tokens
-        loss += moe.sequence_aux_loss * jnp.sum(experts.sequence_balance) / (num_moe * whole.rows)
+        loss += moe.sequence_aux_loss * jnp.sum(experts.sequence_balance) / (num_moe * totals.rows)
       if mod.decision == "predictor" and layers.mod is not None:
-        share = PREDICTOR_WEIGHT / (num_mod * whole.real)
+        share = PREDICTOR_WEIGHT / (num_mod * totals.real)
         loss += share * jnp.sum(layers.mod.predictor_loss)
   return loss
 
@@ -176,12 +176,12 @@ def loss_sums(
     cfg: z_loss, label_smoothing and loss_chunk_tokens.
     rules: how sparse layers choose.
     key: for dropout, noise and random routing; None = none of them.
-    per_token: give each token's cross-entropy, not their sum.
+    per_token: return each token's cross-entropy instead of their sum.
 
   Returns:
     The sums, and the statistics of the sparse layers.
   """
-  x_BTD, stats = _read(model, batch, rules, key)
+  x_BTD, stats = _final_activations(model, batch, rules, key)
   sums = linear_cross_entropy(
     x_BTD,
     model.head_weights(),
@@ -202,15 +202,16 @@ def target_logprobs(
 ) -> tuple[jax.Array, StackStats]:
   """Log-probability of each target, float32 [batch, seq], differentiable; masked ones included.
 
-  Arguments as of `loss_sums`; of `cfg` loss_chunk_tokens. The statistics come with them.
+  The arguments are those of `loss_sums`; of `cfg` only loss_chunk_tokens is read. Also returns the
+  statistics of the sparse layers.
   """
-  x_BTD, stats = _read(model, batch, rules, key)
+  x_BTD, stats = _final_activations(model, batch, rules, key)
   how = cfg.loss_chunk_tokens, model.num.kernels, model.cfg.logit_soft_cap
   logprobs_BT = token_logprobs(x_BTD, model.head_weights(), batch["targets"], *how)
   return logprobs_BT, stats
 
 
-def _read(
+def _final_activations(
   model: Decoder, batch: Batch, rules: Pass, key: jax.Array | None
 ) -> tuple[jax.Array, StackStats]:
   return model(

@@ -1,4 +1,4 @@
-"""Everything compiled or chosen once for a run: implementations, optimizer, steps."""
+"""All that is chosen and compiled once for a run: implementations, optimizer, steps."""
 
 import dataclasses
 import functools
@@ -15,17 +15,17 @@ from ats_jax.config.schema import Config
 from ats_jax.data.batch import FIELDS
 from ats_jax.model.count import Counts, count
 from ats_jax.model.decoder import Decoder
+from ats_jax.model.forward_pass import Pass, rules_at
 from ats_jax.model.fp8 import fp8_layers
-from ats_jax.model.mod import Pass, rules_at
 from ats_jax.model.numerics import Numerics, numerics, unroll_of
-from ats_jax.model.param import cut_as, trainable
+from ats_jax.model.param import reshard_params, trainable
 from ats_jax.model.random import Purpose, fold
 from ats_jax.ops import registry
 from ats_jax.ops.registry import Choice
 from ats_jax.ops.requirements import Device, this_device
 from ats_jax.sharding.apply import num_hosts, num_shards
 from ats_jax.sharding.mesh import batch_sharding
-from ats_jax.step.compiler import Options, compiler_options, for_evaluation
+from ats_jax.step.compiler import Options, compiler_options, evaluation_options
 from ats_jax.step.core import step_function
 from ats_jax.step.objective import Objective, Pretraining, make_eval_step
 from ats_jax.step.optimizers import Optimizer, build_optimizer
@@ -37,16 +37,16 @@ FP8 = "fp8"  # where a checkpoint says that 8 bits were switched off
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-  """How a run computes.
+  """All that determines how a run computes.
 
   Attributes:
     cfg: the resolved config.
-    device: what it was made for; decided here once, nothing that is traced asks again.
-    choices: which implementation of each op runs, and why.
-    num: dtypes and implementations, as the model wants them.
-    optimizer: what makes directions of gradients.
-    objective: what is minimised.
-    options: of the compiler, for the train step; for the other, `for_evaluation`.
+    device: the device that the program was made for; traced code never asks for it again.
+    choices: the implementation of each op, with the reason for it.
+    num: dtypes and implementations of the model.
+    optimizer: turns gradients into directions.
+    objective: the loss and its metrics.
+    options: compiler options of the train step; the evaluation step has `evaluation_options`.
     train_step: `(state, batch, rules) -> (state, metrics)`, see `make_train_step`.
     eval_step: `(model, batch, rules) -> sums`, see `make_eval_step`.
     counts: parameters and FLOPs per token.
@@ -66,29 +66,29 @@ class Program:
   fp8: bool = True
 
   def init(self, *, abstract: bool = False) -> TrainState:
-    """The state of step 0; `abstract` gives only shapes, dtypes and shardings."""
+    """Build the state of step 0; with `abstract` only shapes, dtypes and shardings."""
     return init_state(self.cfg, self.num, self.optimizer, abstract=abstract)
 
-  def caught_up(self, state: TrainState, made_at: int) -> TrainState:
-    """A state of an earlier step that goes on later, maybe behind the beginning of a phase.
+  def catch_up(self, state: TrainState, made_at: int) -> TrainState:
+    """Renew the moments of an earlier state if a phase has begun between its step and now.
 
     Args:
-      state: donated; its count of updates is that with which it goes on.
-      made_at: how many updates had led to it.
+      state: the state, donated; its step is the one to continue with.
+      made_at: the number of updates after which the state was saved.
     """
     if self.cfg.optimizer.phase_moments == "keep":
       return state
-    from ats_jax.step.parts.phases import renewed
+    from ats_jax.step.parts.phases import renew_moments
 
-    renew = functools.partial(renewed, self.cfg, self.optimizer, since=made_at)
+    renew = functools.partial(renew_moments, self.cfg, self.optimizer, since=made_at)
     return jax.jit(renew, donate_argnums=0)(state)
 
   def rules(self, step: int) -> Pass:
-    """How evaluation and generation use the weights that update `step` (1-based) left."""
+    """The rules of evaluation and generation with the weights after update `step` (1-based)."""
     return self._rules(max(0, step - 1), training=False)
 
   def training_rules(self, step: int) -> Pass:
-    """How update `step` (1-based) is made."""
+    """The rules of update `step` (1-based)."""
     return self._rules(step - 1, training=True)
 
   def _rules(self, update: int, *, training: bool) -> Pass:
@@ -96,15 +96,15 @@ class Program:
     return dataclasses.replace(rules, fp8=self.fp8)
 
   def continued(self, saved: Mapping[str, Any]) -> "Program":
-    """How a run goes on from a checkpoint that `saved` stands in."""
+    """The program with the state that `saved` returned, as a checkpoint holds it."""
     return dataclasses.replace(self, fp8=saved.get(FP8, True))
 
   def saved(self) -> dict[str, Any]:
-    """What a checkpoint must say of how the run computes from here on; JSON."""
+    """The state of the program for a checkpoint, as JSON values."""
     return {} if self.fp8 else {FP8: False}
 
   def facts(self) -> dict[str, str]:
-    """What runs, in words, for the log and the workdir."""
+    """Describe what runs, by name, for the log and the workdir."""
     cfg = self.cfg
     p = cfg.precision
     facts = {c.op: f"{c.implementation} ({c.reason})" for c in self.choices}
@@ -128,7 +128,7 @@ class Program:
     if cfg.mesh.compress_gradients != "none":
       from ats_jax.step.parts import replicas
 
-      facts["reduction"] = replicas.in_words(cfg)
+      facts["reduction"] = replicas.describe_compression(cfg)
     options = ", ".join(f"{k}={v}" for k, v in self.options.items())
     counts = self.counts
     return facts | {
@@ -139,7 +139,7 @@ class Program:
     }
 
   def flops_per_token(self, seq_len: int) -> dict[str, float]:
-    """Forward and backward FLOPs of a token in rows of a length, by the metric that they are of."""
+    """Training FLOPs per token in rows of `seq_len` tokens, by the name of the metric."""
     counts = self.counts
     if seq_len != self.cfg.data.seq_len:
       counts = count(self.cfg, self.init(abstract=True).model, seq_len)
@@ -152,7 +152,7 @@ class Program:
 
     Args:
       state: shapes, dtypes and shardings suffice.
-      rules: of the update.
+      rules: the rules of the update.
       seq_len: positions in a row, which divides `data.seq_len`; None = that. A batch has the same
         number of tokens.
     """
@@ -173,19 +173,19 @@ class Program:
 def init_state(
   cfg: Config, num: Numerics, optimizer: Optimizer, *, abstract: bool = False
 ) -> TrainState:
-  """Build the state of step 0, each array born in its sharding on the current mesh.
+  """Build the state of step 0, each array created in its sharding on the current mesh.
 
   Args:
     cfg: the resolved config.
-    num: see `model.numerics.numerics`.
-    optimizer: what is to train it.
-    abstract: give shapes, dtypes and shardings only, without computing anything.
+    num: dtypes and implementations (`model.numerics.numerics`).
+    optimizer: the optimizer of the run.
+    abstract: return shapes, dtypes and shardings only, without computing anything.
   """
   parts = parts_of(cfg, optimizer)
 
   def init(key: jax.Array) -> TrainState:
     model: Any = Decoder(cfg, num, nnx.Rngs(params=fold(key, Purpose.INIT)))
-    opt_state = optimizer.tx.init(cut_as("moments", trainable(model)))
+    opt_state = optimizer.tx.init(reshard_params("moments", trainable(model)))
     state = TrainState(jnp.zeros((), jnp.int32), model, opt_state, None, key)
     for part in parts:
       state = part.init(state)
@@ -270,6 +270,6 @@ def make_program(cfg: Config, objective: Objective | None = None) -> Program:
     objective=objective,
     options=options,
     train_step=make_train_step(cfg, optimizer, objective, options),
-    eval_step=make_eval_step(cfg, for_evaluation(options)),
+    eval_step=make_eval_step(cfg, evaluation_options(options)),
     counts=count(cfg, model, cfg.data.seq_len),
   )

@@ -15,27 +15,36 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-WARM = 32  # samples before a tracker says anything
-YOUNG = 6.0  # a tracker remembers a sixth of its samples, until that is what it may remember
-FREE = 16  # samples that a new tracker takes as they are
-GRADIENT_FLOOR = 0.46  # least std of the logarithm of a tensor's gradient
-GRADIENT_SIGMAS = 15.0  # from which on one is held: of the least std, at 1,000 times the usual
-RATE_MOST = 1.35  # of the highest rate so far; what is above is held
-RATE_GROWTH, RATE_GROWTH_HELD = 1.05, 1.002  # how fast that one may rise, in a step
-LOSS_FLOOR, LOSS_FLOOR_SHARE = 0.02, 0.0025  # least std of the loss: nats, and share of the mean
-SURPRISE = 6.0  # sigmas from which on a loss surprises
-REFILL = 0.005  # of a batch to be left out, given back by each step: 5 in 1,000
-REACH = 6.0  # sigmas within which a sample is taken in: one kind in thirty becomes usual in time
-CUSUM_SLACK, CUSUM_LEAST, CUSUM_MOST = 1.0, -4.0, 8.0  # sigmas (Page 1954, Biometrika 41)
+# Trackers.
+WARMUP_SAMPLES = 32  # samples before a tracker judges
+EARLY_MEMORY = 6.0  # early on, a tracker's memory is a sixth of its samples
+UNCLIPPED_SAMPLES = 16  # samples that a new tracker takes in without clipping
+CLIP_SIGMAS = 6.0  # samples are clipped to this; one kind in thirty becomes usual in time
+# Gradients, by tensor.
+GRADIENT_FLOOR = 0.46  # least std of the logarithm of a gradient's norm
+GRADIENT_SIGMAS = 15.0  # larger gradients are scaled down; at the least std, 1,000 times the usual
+# The learning rate.
+MAX_RATE_RATIO = 1.35  # of the highest rate so far; higher rates are held to this
+RATE_GROWTH = 1.05  # how fast the highest rate may rise in a step
+HELD_RATE_GROWTH = 1.002  # how fast it rises in a step whose rate is held
+# The loss.
+LOSS_FLOOR = 0.02  # least std of the loss, in nats
+LOSS_FLOOR_SHARE = 0.0025  # least std of the loss, as a share of its mean
+SURPRISE_SIGMAS = 6.0  # a higher loss may be skipped
+BUCKET_REFILL = 0.005  # batches to skip that each step gives back: 5 in 1,000
+# Page's CUSUM of the loss (1954, Biometrika 41), in sigmas.
+CUSUM_SLACK = 1.0  # subtracted from each sample
+CUSUM_MIN_STEP = -4.0  # a sample counts as at least this
+CUSUM_MAX_STEP = 8.0  # a sample counts as at most this
 
 
 class Tracker(NamedTuple):
-  """Exponentially weighted mean and variance of a number, or of many at once; float32.
+  """Exponentially weighted mean and variance of one or several numbers; float32.
 
   Attributes:
-    mean: of what was taken in.
-    var: of the same.
-    seen: samples taken in.
+    mean: the mean of the samples.
+    var: the variance of the samples.
+    seen: the number of samples.
   """
 
   mean: jax.Array
@@ -44,35 +53,35 @@ class Tracker(NamedTuple):
 
   @classmethod
   def new(cls, *shape: int) -> "Tracker":
-    """Nothing seen yet of numbers of this shape."""
+    """A tracker without samples, of numbers of this shape."""
     return cls(*(jnp.zeros(shape, jnp.float32) for _ in cls._fields))
 
   def std(self, floor: jax.Array | float) -> jax.Array:
-    """Never below `floor`: a quiet stretch must not turn the next wobble into an outlier."""
+    """The standard deviation, at least `floor`, so that a quiet stretch makes no false outliers."""
     return jnp.maximum(jnp.sqrt(self.var), floor)
 
   def z(self, x: jax.Array, floor: jax.Array | float) -> jax.Array:
     """How many sigmas `x` is above the mean; 0 before the tracker is warm; NaN of NaN."""
-    return jnp.where(self.seen >= WARM, (x - self.mean) / self.std(floor), 0.0 * x)
+    return jnp.where(self.seen >= WARMUP_SAMPLES, (x - self.mean) / self.std(floor), 0.0 * x)
 
   def add(
     self, x: jax.Array, floor: jax.Array | float, *, memory: float, reach: float
   ) -> "Tracker":
-    """Takes in `x`, pulled to within `reach` sigmas of the mean; ignores what is not finite.
+    """Add a sample, clipped to within `reach` sigmas of the mean; ignore it if it is not finite.
 
     Early on, what is tracked falls steeply; then remembering a share of the run instead of `memory`
     keeps the descent out of the variance.
 
     Args:
-      x: like the mean.
-      floor: see `std`.
+      x: the sample, shaped like the mean.
+      floor: the least standard deviation.
       memory: weight of the past, e.g. 0.98 for the last fifty samples.
-      reach: sigmas.
+      reach: the clipping distance in sigmas.
     """
     std = self.std(floor)
     pulled = jnp.clip(x, self.mean - reach * std, self.mean + reach * std)
-    pulled = jnp.where(self.seen < FREE, x, pulled)
-    weight = jnp.maximum(1.0 - memory, YOUNG / (self.seen + YOUNG))
+    pulled = jnp.where(self.seen < UNCLIPPED_SAMPLES, x, pulled)
+    weight = jnp.maximum(1.0 - memory, EARLY_MEMORY / (self.seen + EARLY_MEMORY))
     off = pulled - self.mean
     finite = jnp.isfinite(x)
     take = lambda new, old: jnp.where(finite, new, old)
@@ -84,19 +93,19 @@ class Tracker(NamedTuple):
 
 
 class Reflex(NamedTuple):
-  """State between steps. A tensor is one layer's array, see `step.tensors`.
+  """The state of the reflex between steps. A tensor is one layer's array (`step.tensors`).
 
   Attributes:
-    grads: logarithms of the norms of the tensors' gradients, [tensors].
-    rate: float32, the highest learning rate so far; it follows slowly what is held.
-    loss: cross entropy per token.
+    grads: a tracker of the logarithms of gradient norms, [tensors].
+    rate: float32, the highest learning rate so far; it rises slowly while a rate is held.
+    loss: a tracker of the cross-entropy per token.
     written: uint32 [tensors], checksums of the weights that the last step wrote.
-    knows: bool, whether nobody else has written to them since.
-    updates: int32, updates made: the optimizer's own count.
-    bucket: float32, batches left out of late, about; none is once `control.bucket` are.
-    cusum: float32, evidence that the loss stands higher than it did.
-    broken: int32, steps in a row with a loss or gradient that is not finite.
-    held: int32, steps in a row whose learning rate was held.
+    knows: bool, whether `written` is valid: no other code has written weights since.
+    updates: int32, the number of updates, which the optimizer counts too.
+    bucket: float32, about how many batches were skipped lately; at `control.bucket` no more are.
+    cusum: float32, evidence that the loss has risen.
+    broken: int32, consecutive steps with a loss or gradient that is not finite.
+    held: int32, consecutive steps whose learning rate was held.
   """
 
   grads: Tracker
@@ -112,26 +121,25 @@ class Reflex(NamedTuple):
 
   @classmethod
   def new(cls, tensors: int) -> "Reflex":
-    """Nothing seen yet."""
+    """A reflex without samples, for a number of tensors."""
     zero, none = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32)
     written = jnp.zeros((tensors,), jnp.uint32)
     trackers = Tracker.new(tensors), zero, Tracker.new()
     return cls(*trackers, written, jnp.asarray(False), none, zero, zero, none, none)
 
-  def allowing(self, rate: jax.Array) -> "Reflex":
-    """A learning rate that somebody wants is not held for being higher than those before."""
+  def allow_rate(self, rate: jax.Array) -> "Reflex":
+    """Accept a requested learning rate: it will not be held for being higher than earlier ones."""
     # What is not a number is none, and before the first step there is no limit.
     return self._replace(rate=jnp.where(self.rate > 0.0, jnp.fmax(self.rate, rate), self.rate))
 
 
 class Control(NamedTuple):
-  """What the supervisor sets between steps: scalars that a compiled step reads.
+  """Scalars that the supervisor sets between steps and a compiled step reads.
 
   Attributes:
-    armed: bool; without it everything is measured and nothing is done.
+    armed: bool; False = the reflex measures and does not act.
     lr_scale: float32, multiplies the learning rate.
-    bucket: float32, how many batches may be left out for their loss; 0 unless that was shown to
-      help.
+    bucket: float32, how many batches may be skipped for their loss; 0 unless shown to help.
     decay_scale: float32, multiplies the weight decay.
     expert_dropout: float32, probability that an expert takes no part in a step.
   """
@@ -150,15 +158,15 @@ class Control(NamedTuple):
 
 
 class Verdict(NamedTuple):
-  """What the reflex thinks of a step before it is made.
+  """The verdict of the reflex on a step before its update.
 
   Attributes:
-    finite: bool, loss and gradient are.
+    finite: bool, whether loss and gradients are finite.
     accept: bool, whether the update is made.
-    grad_scale: float32 [tensors], what the gradients are multiplied with.
-    rate_scale: float32, what the learning rate is multiplied with.
-    z_loss: sigmas of the loss.
-    z_grad: [tensors], sigmas of the gradients' norms.
+    grad_scale: float32 [tensors], factors of the gradients.
+    rate_scale: float32, factor of the learning rate.
+    z_loss: how many sigmas the loss is above its mean.
+    z_grad: [tensors], how many sigmas each gradient's norm is above its mean.
   """
 
   finite: jax.Array
@@ -172,24 +180,24 @@ class Verdict(NamedTuple):
 def judge(
   reflex: Reflex, control: Control, loss: jax.Array, squares: jax.Array, rate: jax.Array
 ) -> Verdict:
-  """Is this step sound, how much of each gradient is used, and at what rate?
+  """Decide whether the update is made, and how gradients and the learning rate are scaled.
 
   Args:
-    reflex: of the steps before.
-    control: see there.
-    loss: cross entropy per token of the batch, float32 scalar.
-    squares: of the gradients before clipping, summed by tensor, float32 [tensors].
-    rate: learning rate that schedule and supervisor want, float32.
+    reflex: the state after the step before.
+    control: the settings of the supervisor.
+    loss: cross-entropy per token of the batch, float32 scalar.
+    squares: sums of squares of the gradients before clipping, float32 [tensors].
+    rate: the learning rate by schedule and supervisor, float32.
   """
   finite = jnp.isfinite(loss) & jnp.all(jnp.isfinite(squares))
   z_loss = reflex.loss.z(loss, loss_floor(reflex))
   may_skip = reflex.bucket + 1.0 <= control.bucket
-  accept = ~control.armed | (finite & ~((z_loss > SURPRISE) & may_skip))
+  accept = ~control.armed | (finite & ~((z_loss > SURPRISE_SIGMAS) & may_skip))
   log_norms = _log_norm(squares)
   z_grad = reflex.grads.z(log_norms, GRADIENT_FLOOR)
   most = reflex.grads.mean + GRADIENT_SIGMAS * reflex.grads.std(GRADIENT_FLOOR)
   grad_scale = jnp.where(z_grad > GRADIENT_SIGMAS, jnp.minimum(1.0, jnp.exp(most - log_norms)), 1.0)
-  limit = jnp.where(reflex.loss.seen < WARM, jnp.inf, RATE_MOST * reflex.rate)
+  limit = jnp.where(reflex.loss.seen < WARMUP_SAMPLES, jnp.inf, MAX_RATE_RATIO * reflex.rate)
   rate_scale = jnp.where(rate > limit, limit / rate, 1.0)
   used = lambda scale: jnp.where(control.armed, scale, 1.0)
   return Verdict(finite, accept, used(grad_scale), used(rate_scale), z_loss, z_grad)
@@ -211,21 +219,23 @@ def advance(
   squares: jax.Array,
   rate: jax.Array,
 ) -> Reflex:
-  """The state for the next step, but for what it will be written. Takes what `judge` took."""
+  """Update the trackers and counters with a step; arguments as in `judge`. `written` stays."""
   streak = lambda old, happened: jnp.where(happened, old + 1, 0)
   is_held = verdict.rate_scale < 1.0
   left_out = verdict.finite & ~verdict.accept
-  step = jnp.clip(verdict.z_loss, CUSUM_LEAST, CUSUM_MOST) - CUSUM_SLACK
+  step = jnp.clip(verdict.z_loss, CUSUM_MIN_STEP, CUSUM_MAX_STEP) - CUSUM_SLACK
   # A rate that is held does not become the highest by being asked for.
-  growth = jnp.where(is_held, RATE_GROWTH_HELD, RATE_GROWTH)
-  growth = jnp.where(reflex.loss.seen < WARM, jnp.inf, growth)
+  growth = jnp.where(is_held, HELD_RATE_GROWTH, RATE_GROWTH)
+  growth = jnp.where(reflex.loss.seen < WARMUP_SAMPLES, jnp.inf, growth)
   most = jnp.where(reflex.rate > 0.0, growth * reflex.rate, jnp.inf)
   return reflex._replace(
-    grads=reflex.grads.add(_log_norm(squares), GRADIENT_FLOOR, memory=0.98, reach=REACH),
+    grads=reflex.grads.add(_log_norm(squares), GRADIENT_FLOOR, memory=0.98, reach=CLIP_SIGMAS),
     rate=jnp.clip(rate, reflex.rate, most),
-    loss=reflex.loss.add(loss, loss_floor(reflex), memory=0.98, reach=REACH),
+    loss=reflex.loss.add(loss, loss_floor(reflex), memory=0.98, reach=CLIP_SIGMAS),
     updates=reflex.updates + verdict.accept,
-    bucket=jnp.where(left_out, reflex.bucket + 1.0, jnp.maximum(reflex.bucket - REFILL, 0.0)),
+    bucket=jnp.where(
+      left_out, reflex.bucket + 1.0, jnp.maximum(reflex.bucket - BUCKET_REFILL, 0.0)
+    ),
     cusum=jnp.where(verdict.finite, jnp.maximum(reflex.cusum + step, 0.0), reflex.cusum),
     broken=streak(reflex.broken, ~verdict.finite),
     held=streak(reflex.held, is_held),

@@ -1,4 +1,4 @@
-"""Learning rate as a function of the step."""
+"""Schedules: the learning rate as a function of the step."""
 
 import dataclasses
 import itertools
@@ -14,14 +14,14 @@ from ats_jax.extensions import schedules
 
 
 def learning_rate(cfg: Config, step: Any, xp: Any = jnp) -> Any:
-  """Learning rate of update `step` (0-based); with jax.numpy a jax.Array in float32.
+  """The learning rate of update `step` (0-based); with jax.numpy a jax.Array in float32.
 
   Warm-up rises linearly from lr/warmup on the first update, so that none is wasted at 0. After
   it, `p` runs from 0 to 1 over the rest of the run and stays at 1. Phases with a learning
   rate have such a schedule each.
 
   Args:
-    cfg: `optimizer`, `num_steps`, and the phases of `data`.
+    cfg: the config, of which `optimizer`, `num_steps` and the phases of `data` are read.
     step: int32 scalar, or array with numpy.
     xp: jax.numpy, or numpy to compute it on the host.
   """
@@ -39,7 +39,7 @@ def phases(cfg: Config) -> list[tuple[int, Config]]:
   """
   if not has_rates(cfg.data):
     return [(0, cfg)]
-  found, starts = [], phase_starts(cfg)
+  result, starts = [], phase_starts(cfg)
   ends = (*starts[1:], max(cfg.num_steps, starts[-1] + 1))
   for start, end, phase in zip(starts, ends, cfg.data.phases, strict=True):
     optimizer = dataclasses.replace(
@@ -48,12 +48,12 @@ def phases(cfg: Config) -> list[tuple[int, Config]]:
       warmup_steps=phase.warmup_steps,
       warmup_fraction=0.0,
     )
-    found.append((start, dataclasses.replace(cfg, optimizer=optimizer, num_steps=end - start)))
-  return found
+    result.append((start, dataclasses.replace(cfg, optimizer=optimizer, num_steps=end - start)))
+  return result
 
 
 def phase_starts(cfg: Config) -> tuple[int, ...]:
-  """The first update (0-based) of each phase of `data`, whose lengths are in no epochs."""
+  """The first update (0-based) of each phase of `data`; phase lengths must not be in epochs."""
   data = cfg.data
   before = phases_of(data)[:-1]
   lengths = (steps_of(phase, data.batch_size, data.seq_len, 0) for phase in before)
@@ -61,7 +61,7 @@ def phase_starts(cfg: Config) -> tuple[int, ...]:
 
 
 def _rate(cfg: Config, step: Any, xp: Any) -> Any:
-  """The one schedule of a config that has no phases, or of a phase."""
+  """The learning rate of one schedule: a config without phases, or one phase."""
   o, warmup = cfg.optimizer, warmup_steps(cfg)
   t = xp.asarray(step, xp.float32)
   p = xp.clip((t - warmup) / max(1, cfg.num_steps - 1 - warmup), 0.0, 1.0)
@@ -71,7 +71,7 @@ def _rate(cfg: Config, step: Any, xp: Any) -> Any:
 
 
 def warmup_steps(cfg: Config) -> int:
-  """Steps in which the learning rate rises at first."""
+  """The number of warm-up steps."""
   o = cfg.optimizer
   warmup = o.warmup_steps or round(o.warmup_fraction * cfg.num_steps)
   if o.schedule.name == "one_cycle" and not warmup:
@@ -80,14 +80,14 @@ def warmup_steps(cfg: Config) -> int:
 
 
 def decay_from(cfg: Config, step: int) -> int:
-  """The `num_steps` with which a WSD schedule begins to decay after `step`."""
+  """The `num_steps` with which the decay of a WSD schedule begins after `step`."""
   schedule = cfg.optimizer.schedule
   assert isinstance(schedule, WarmupStableDecay)
   return math.ceil((step + 1) / (1 - schedule.decay_fraction))
 
 
 def _final(cfg: Config) -> float:
-  """Where a falling schedule ends, as a share of the peak."""
+  """The final learning rate of a falling schedule, as a share of the peak."""
   schedule = cfg.optimizer.schedule
   assert isinstance(schedule, Falling)
   return schedule.final_fraction

@@ -1,4 +1,4 @@
-"""What sparse layers are worth: FLOPs that they save, and how much of the experts' work is used."""
+"""Metrics of the value of sparse layers: saved FLOPs, and the used share of experts' time."""
 
 from collections.abc import Mapping
 
@@ -6,44 +6,44 @@ import numpy as np
 
 from ats_jax.config.schema import Config
 from ats_jax.model.count import Counts
+from ats_jax.model.forward_pass import Pass
 from ats_jax.model.layer_kinds import layer_kinds
 from ats_jax.model.layout import expert_capacity
-from ats_jax.model.mod import Pass
 
 
-def worth(
+def sparse_value_metrics(
   cfg: Config,
   counts: Counts,
   rules: Pass,
   metrics: Mapping[str, float],
   layers: Mapping[str, np.ndarray],
 ) -> dict[str, float]:
-  """Metrics that follow from a step's others; for the host, when a row is written.
+  """Compute metrics from those of a step, on the host, for a row of the log.
 
   Args:
-    cfg: the run, resolved.
-    counts: of its model.
-    rules: that the step followed.
+    cfg: the resolved config.
+    counts: parameters and FLOPs of the model.
+    rules: the rules of the step.
     metrics: `StepMetrics.values` by name.
     layers: `StepMetrics.layers`.
 
   Returns:
-    `mod/flops_saved` and `moe/efficiency`, of a model that has such layers.
+    `mod/flops_saved` and `moe/efficiency`, for a model with such layers.
   """
-  found = {}
+  values = {}
   if "mod/routed" in metrics:
-    found["mod/flops_saved"] = counts.flops_saved(metrics["mod/routed"])
+    values["mod/flops_saved"] = counts.flops_saved(metrics["mod/routed"])
   if "moe/load" in layers:
-    found["moe/efficiency"] = expert_efficiency(cfg, rules, layers)
-  return found
+    values["moe/efficiency"] = expert_efficiency(cfg, rules, layers)
+  return values
 
 
 def expert_efficiency(cfg: Config, rules: Pass, layers: Mapping[str, np.ndarray]) -> float:
-  """Share of the experts' time that goes into tokens; the mean over layers.
+  """The share of the experts' computing time that is spent on tokens, averaged over layers.
 
-  In capacity mode an expert computes all its places: the share of them that hold a token. Dropless,
-  it computes what it gets, but the devices along the mesh axis `expert` wait for the fullest of
-  them: its load in the mean over its load on that device, which is 1 on a single device.
+  In capacity mode an expert computes all its places: the share of places that hold a token. In
+  dropless mode the devices along the mesh axis `expert` wait for the one with the most rows: the
+  mean load over the largest load, which is 1 on a single device.
   """
   load_LE = layers["moe/load"].astype(np.float64)
   slots = cfg.moe.num_experts + cfg.moe.spare_experts

@@ -1,4 +1,4 @@
-"""What a step takes and gives: the state of training, and its metrics."""
+"""The state of training, and the metrics of a step."""
 
 import dataclasses
 import math
@@ -19,18 +19,18 @@ if TYPE_CHECKING:  # a run without a reflex does not load it
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-  """State of training; a step maps it to the next.
+  """The state of training; a step maps it to the next.
 
   Attributes:
-    step: int32 scalar, updates done.
-    model: the weights.
-    opt_state: state of the optax chain.
+    step: int32 scalar, the number of updates done.
+    model: the model with its weights.
+    opt_state: the state of the optax chain.
     ema: averaged weights, or None (`optimizer.ema_decay`).
-    key: root of all randomness; never split, only folded, see `model.random`.
-    control: what the supervisor sets; None with `orchestrator.mode=off`.
-    reflex: what the step remembers of earlier ones; None likewise.
-    unsent: what the gradients of each replica have not got into an update yet, as they are sent in
-      8 bits (`step.parts.replicas`); None if nothing is compressed.
+    key: the root key of all randomness; it is never split, only folded (`model.random`).
+    control: scalars set by the supervisor; None with `orchestrator.mode=off`.
+    reflex: statistics of earlier steps; None with `orchestrator.mode=off`.
+    unsent: the rounding errors of each replica's gradients in 8 bits, added to the next gradients
+      (`step.parts.replicas`); None if nothing is compressed.
   """
 
   step: jax.Array
@@ -44,14 +44,14 @@ class TrainState:
 
   @property
   def weights(self) -> Decoder:
-    """What evaluation and generation use: the average if there is one."""
+    """The weights for evaluation and generation: the average if there is one."""
     return self.model if self.ema is None else self.ema
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StepMetrics:
-  """What a step returns beside the state; `metrics["train/loss"]` is one of its values.
+  """The metrics of a step; `metrics["train/loss"]` is one of the values.
 
   Attributes:
     values: float32 vector: one transfer to the host for all of them.
@@ -59,7 +59,7 @@ class StepMetrics:
       layer's choices), moe/layer_entropy, moe/layer_dropped, moe/layer_tokens, mod/layer_routed,
       mod/layer_overflow [layers], mod/depths [layers + 1] (share of tokens by how many of the
       skipping layers they went through).
-    names: of the entries of `values`; static, so that they come with each compiled step.
+    names: the names of the entries of `values`; static, so that they come with each compiled step.
       docs/reference/metrics.md says what they mean.
   """
 
@@ -76,19 +76,19 @@ class StepMetrics:
     return cls(values, layers, tuple(scalars))
 
   def __getitem__(self, name: str) -> jax.Array:
-    """The value of that name."""
+    """The value of the metric `name`."""
     return self.values[self.names.index(name)]
 
   def on_host(self) -> dict[str, float]:
-    """All values by name; waits for them."""
+    """Copy all values to the host, by name; waits for the step."""
     return dict(zip(self.names, np.asarray(self.values).tolist(), strict=True))
 
 
 def check_finite(step: int, metrics: StepMetrics) -> None:
-  """Before a checkpoint, which would displace good weights: see that `step` left finite ones.
+  """Check before a checkpoint that `step` left finite weights.
 
   Raises:
-    FloatingPointError: if it did not; its own loss, from the weights before it, may have been.
+    FloatingPointError: if it did not. Its loss, from the weights before the step, may be finite.
   """
   weights = metrics.on_host()["train/param_norm"]
   if not math.isfinite(weights):

@@ -1,4 +1,4 @@
-"""Numbers for each tensor of a tree of parameters; a layer in a stack is a tensor of its own.
+"""Reductions over each tensor of a tree of parameters; each layer of a stack is a tensor.
 
 A vector [tensors] has the order of the tree's leaves, and within a leaf that of its layers.
 """
@@ -12,42 +12,44 @@ import jax.numpy as jnp
 from ats_jax.config.schema import Config
 from ats_jax.model.layout import stacks
 from ats_jax.model.param import Param, params_of
-from ats_jax.sharding.apply import whole
+from ats_jax.sharding.apply import replicate
 
 
 def names(cfg: Config, params: Any) -> list[str]:
-  """As checkpoints name them: "layers/7/attn/q/weight"."""
-  found = []
+  """List the names of tensors as in checkpoints, e.g. "layers/7/attn/q/weight"."""
+  result = []
   for path, _ in jax.tree_util.tree_leaves_with_path(params):
     name = jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")
     for stack, layers in stacks(cfg).items():
       if name.startswith(f"{stack}/"):
-        found += [f"layers/{layer}/{name.removeprefix(stack + '/')}" for layer in layers]
+        result += [f"layers/{layer}/{name.removeprefix(stack + '/')}" for layer in layers]
         break
     else:
-      found.append(name)
-  return found
+      result.append(name)
+  return result
 
 
-def count(params: Any) -> int:
-  """How many there are."""
-  return sum(math.prod(_layers(param)) for param in params_of(params))
+def num_tensors(params: Any) -> int:
+  """The number of tensors."""
+  return sum(math.prod(_stack_shape(param)) for param in params_of(params))
 
 
 def squares(params: Any) -> jax.Array:
-  """The sum of squares of each, float32 [tensors]."""
+  """The sum of squares of each tensor, float32 [tensors]."""
   # Behind a barrier, so that the rounding does not depend on what reads the result.
-  return jax.lax.optimization_barrier(_reduced(params, lambda x: jnp.square(x.astype(jnp.float32))))
+  return jax.lax.optimization_barrier(
+    _reduce_each(params, lambda x: jnp.square(x.astype(jnp.float32)))
+  )
 
 
 def norm(params: Any) -> jax.Array:
-  """The Euclidean norm of all together, float32."""
+  """The Euclidean norm of all tensors together, a float32 scalar."""
   return jnp.sqrt(jnp.sum(squares(params)))
 
 
 def checksums(params: Any) -> jax.Array:
-  """The sum of the bits of each as whole numbers, uint32 [tensors]: the same in any order."""
-  return _reduced(params, _bits)
+  """The sum of each tensor's bits as integers, uint32 [tensors]; independent of the order."""
+  return _reduce_each(params, _bits)
 
 
 def squares_and_checksums(x: Any, params: Any, platform: str) -> tuple[jax.Array, jax.Array]:
@@ -61,20 +63,20 @@ def squares_and_checksums(x: Any, params: Any, platform: str) -> tuple[jax.Array
   add = lambda a, b: (a[0] + b[0], a[1] + b[1])
   zeros = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.uint32)
   sums = []
-  for one, param in zip(params_of(x), params_of(params), strict=True):
-    both = jnp.square(one[...].astype(jnp.float32)), _bits(param[...])
-    axes = range(len(_layers(param)), both[0].ndim)
-    sums.append([_of_layers(total) for total in jax.lax.reduce(both, zeros, add, tuple(axes))])
+  for array, param in zip(params_of(x), params_of(params), strict=True):
+    both = jnp.square(array[...].astype(jnp.float32)), _bits(param[...])
+    axes = range(len(_stack_shape(param)), both[0].ndim)
+    sums.append([_one_per_layer(total) for total in jax.lax.reduce(both, zeros, add, tuple(axes))])
   squares_T, sums_T = map(jnp.concatenate, zip(*sums, strict=True))
   return jax.lax.optimization_barrier((squares_T, sums_T))
 
 
 def scaled(params: Any, factor_T: jax.Array) -> Any:
-  """Each tensor times its factor, in its dtype."""
+  """Multiply each tensor by its factor, in the dtype of the tensor."""
   leaves, structure = jax.tree.flatten(params)
   factors, first = [], 0
   for param, x in zip(params_of(params), leaves, strict=True):
-    lead = _layers(param)
+    lead = _stack_shape(param)
     factor = factor_T[first : first + math.prod(lead)].reshape(lead + (1,) * (x.ndim - len(lead)))
     factors.append(factor.astype(x.dtype))
     first += math.prod(lead)
@@ -83,24 +85,24 @@ def scaled(params: Any, factor_T: jax.Array) -> Any:
   return structure.unflatten([x * f for x, f in zip(leaves, factors, strict=True)])
 
 
-def _layers(param: Param) -> tuple[int, ...]:
-  """The axes in front of a layer's own: that of the stack, if it is in one."""
+def _stack_shape(param: Param) -> tuple[int, ...]:
+  """The shape in front of a layer's own axes: [layers] in a stack, else []."""
   shape = jnp.shape(param[...])
   return shape[: len(shape) - len(param.axes)]
 
 
-def _reduced(params: Any, f: Any) -> jax.Array:
+def _reduce_each(params: Any, f: Any) -> jax.Array:
   sums = []
   for param in params_of(params):
     x = f(param[...])
-    lead = len(_layers(param))
-    sums.append(_of_layers(jnp.sum(x, axis=tuple(range(lead, x.ndim)), dtype=x.dtype)))
+    lead = len(_stack_shape(param))
+    sums.append(_one_per_layer(jnp.sum(x, axis=tuple(range(lead, x.ndim)), dtype=x.dtype)))
   return jnp.concatenate(sums)
 
 
-def _of_layers(total: jax.Array) -> jax.Array:
-  """A number a layer, of the layers of all stages."""
-  return whole(total.reshape(-1))
+def _one_per_layer(total: jax.Array) -> jax.Array:
+  """Flatten totals to one number for each layer, replicated over the stages."""
+  return replicate(total.reshape(-1))
 
 
 def _bits(x: jax.Array) -> jax.Array:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 
 from ats_jax.checkpoint import abstract_like
-from ats_jax.model.mod import Pass
+from ats_jax.model.forward_pass import Pass
 from ats_jax.sharding.mesh import on_mesh
 from ats_jax.step.program import Program, predicted_bytes
 

@@ -11,7 +11,7 @@ from absl import logging
 from ats_jax.data.rows.contract import Rows
 from ats_jax.data.sources import EvalSet
 from ats_jax.model.decoder import Decoder
-from ats_jax.model.mod import Pass
+from ats_jax.model.forward_pass import Pass
 from ats_jax.sharding.mesh import to_global
 from ats_jax.step.program import Program
 from ats_jax.train.feed import eval_feed

@@ -18,10 +18,10 @@ def with_num_steps(cfg: Config, train_set: TrainRows) -> tuple[Config, str]:
     return count_epochs(cfg, 1.0, info.scheduled_rows), "the lengths of data.phases"
   epochs, why = cfg.num_epochs, f"num_epochs={cfg.num_epochs}"
   if cfg.length == "budget":
-    from ats_jax.planner.budget import budget, reason  # here: other runs need no planner
+    from ats_jax.planner.budget import budget, budget_reason  # here: other runs need no planner
 
     sized = resolve(cfg, info.tokenizer.vocab_size)
     plan = budget(sized, unique_tokens=info.num_tokens)
     bounds = f"least_epochs={cfg.least_epochs:g}, most_epochs={cfg.most_epochs:g}"
-    epochs, why = plan["budget"]["epochs"], f"{reason(plan)}; {bounds}"
+    epochs, why = plan["budget"]["epochs"], f"{budget_reason(plan)}; {bounds}"
   return count_epochs(cfg, epochs, info.num_rows), why

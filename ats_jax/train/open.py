@@ -31,9 +31,9 @@ from ats_jax.metrics.writer import MetricWriter
 from ats_jax.model.layout import stacks
 from ats_jax.orchestrator.no_supervisor import NoSupervisor
 from ats_jax.sharding.mesh import make_mesh, on_mesh
-from ats_jax.step.by_source import objective_of, of_sources
+from ats_jax.step.by_source import pretraining_objective, source_metrics
 from ats_jax.step.program import Program, make_program
-from ats_jax.step.sparse_value import worth
+from ats_jax.step.sparse_value import sparse_value_metrics
 from ats_jax.step.state import TrainState
 from ats_jax.store.paths import Path
 from ats_jax.train import report
@@ -114,7 +114,7 @@ def open_run(
     mesh = make_mesh(cfg)
     enter(on_mesh(cfg, mesh))
     stop = enter(StopSignal())
-    program = make_program(cfg, objective_of(cfg)).continued(origin.extra)
+    program = make_program(cfg, pretraining_objective(cfg)).continued(origin.extra)
     batches = enter(
       train_feed(cfg, train_set, origin.extra.get(POSITION), tells=True, on_mesh=True)
     )
@@ -239,8 +239,10 @@ def open_log(
 
   def derived(step: int, values: Mapping[str, float], arrays: Mapping[str, Any]):
     passes = train_set.progress(step * cfg.data.batch_size).passes
-    figures = worth(cfg, program.counts, program.training_rules(step), values, arrays)
-    return figures | of_sources(passes, values) | watchdog.metrics()
+    figures = sparse_value_metrics(
+      cfg, program.counts, program.training_rules(step), values, arrays
+    )
+    return figures | source_metrics(passes, values) | watchdog.metrics()
 
   log = StepLog(
     writer,

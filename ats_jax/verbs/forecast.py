@@ -20,7 +20,7 @@ from ats_jax.checkpoint import workdir
 from ats_jax.config import Config
 from ats_jax.config.names import differences, flatten
 from ats_jax.metrics.rows import read_jsonl
-from ats_jax.planner.curve import BINS, Curve, Forecast, fit, forecast, phase
+from ats_jax.planner.curve import BINS, Curve, Forecast, fit_curve, forecast, schedule_phase
 from ats_jax.step.schedule import decay_from, learning_rate
 from ats_jax.store import paths
 from ats_jax.store.paths import Path
@@ -127,12 +127,12 @@ def report(
     means over the last 50th of a run; one whose decay is not known has the low end None.
 
   Raises:
-    ValueError: as `read_curve` and `fit`.
+    ValueError: as `read_curve` and `fit_curve`.
   """
   cfg, curve = workdir.load_config(folder), read_curve(folder, metric, until)
   family, differs = None, {}
   if reference:
-    family = fit(read_curve(reference, metric))
+    family = fit_curve(read_curve(reference, metric))
     if not family.is_annealed:
       raise ValueError(
         f"{reference} never lowered its learning rate, so it cannot tell what that wins. Take a "
@@ -141,14 +141,14 @@ def report(
     of_reference = flatten(workdir.load_config(reference))
     found = differences(of_reference, flatten(cfg))
     differs = {n: (a, b) for n, (a, b, _) in found.items() if n.startswith(RECIPE)}
-  fitted, step = fit(curve, family), int(curve.steps[-1])
+  fitted, step = fit_curve(curve, family), int(curve.steps[-1])
   here = forecast(curve, fitted)
 
   def numbers(of: Forecast) -> dict[str, float | None]:
     low, high = of.interval(coverage)
     return {"loss": of.loss, "low": low if math.isfinite(low) else None, "high": high}
 
-  now = phase(planned_rates(cfg), step)
+  now = schedule_phase(planned_rates(cfg), step)
   whole = read_curve(folder, metric)
   last = whole.losses[whole.steps > len(whole.rates) * (BINS - 1) // BINS]
   plans = []

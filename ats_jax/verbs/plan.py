@@ -8,7 +8,7 @@ from absl import flags
 from ats_jax.metrics.memory import GIB
 from ats_jax.planner import describe, expert_axis
 from ats_jax.planner.advice import fit_lines, memory_lines
-from ats_jax.planner.budget import budget, parse_law, render
+from ats_jax.planner.budget import budget, parse_law, render_budget
 from ats_jax.planner.fit import fit
 from ats_jax.planner.hardware import TYPICAL, Hardware, typical
 from ats_jax.verbs import cli
@@ -95,9 +95,9 @@ def main(argv: list[str]) -> None:
   if _JSON.value:
     print(json.dumps(plan | {"without_expert_axis": folded}))
     return
-  print(describe.render(plan))
+  print(describe.render_plan(plan))
   if folded:
-    print("", *expert_axis.render(folded), sep="\n")
+    print("", *expert_axis.render_expert_axis(folded), sep="\n")
   if _MEMORY.value:
     limit = round(_MEMORY.value * GIB)
     print("", *memory_lines(_CONFIG.value, _DEVICES.value, plan, limit), sep="\n")
@@ -120,7 +120,7 @@ def _print_fitted(rates: Hardware | None) -> None:
     picked = found.pick and found.pick._asdict()
     print(json.dumps({"pick": picked, "considered": candidates, "plan": found.plan}))
   else:
-    print(*fit_lines(found), "", describe.render(found.plan), sep="\n")
+    print(*fit_lines(found), "", describe.render_plan(found.plan), sep="\n")
   if found.pick is None:
     raise ValueError(f"nothing fits {_DEVICES.value} devices of {limit / GIB:,.1f} GiB.")
 
@@ -130,7 +130,7 @@ def main_budget(argv: list[str]) -> None:
   del argv
   amounts = {flag.name: flag.value for flag in _AMOUNTS}
   plan = budget(_BUDGET_CONFIG.value, **amounts, law=parse_law(_LAW.value))
-  print(json.dumps(plan) if _BUDGET_JSON.value else render(plan))
+  print(json.dumps(plan) if _BUDGET_JSON.value else render_budget(plan))
 
 
 COMMANDS = {

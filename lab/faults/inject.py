@@ -14,7 +14,7 @@ import optax
 
 from ats_jax.data.batch import Batch, Field
 from ats_jax.model.decoder import Decoder
-from ats_jax.model.mod import Pass
+from ats_jax.model.forward_pass import Pass
 from ats_jax.step.core import step_function
 from ats_jax.step.objective import Contribution, Objective, Totals
 from ats_jax.step.parts import parts_of
@@ -83,7 +83,7 @@ class _Steeper:
     return self._objective.fields
 
   def __call__(
-    self, model: Decoder, batch: Batch, whole: Totals, rules: Pass, key: jax.Array | None
+    self, model: Decoder, batch: Batch, totals: Totals, rules: Pass, key: jax.Array | None
   ) -> Contribution:
-    part = self._objective(model, batch, whole, rules, key)
+    part = self._objective(model, batch, totals, rules, key)
     return part._replace(loss=part.loss * self._factor)

@@ -17,7 +17,7 @@ from ats_jax.checkpoint import abstract_like
 from ats_jax.config import Config
 from ats_jax.config.build import resolve
 from ats_jax.model.decoder import Decoder
-from ats_jax.model.mod import rules_at
+from ats_jax.model.forward_pass import rules_at
 from ats_jax.model.numerics import numerics
 
 LOGITS, KL = 1e-4, 1e-6

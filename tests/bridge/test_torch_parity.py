@@ -11,15 +11,15 @@ import torch_cases
 from torch_cases import CASES
 
 from ats_jax.bridge.parity import our_greedy
+from ats_jax.model.forward_pass import rules_at
 from ats_jax.model.layer_kinds import layer_kinds as our_kinds
-from ats_jax.model.mod import rules_at
 from ats_jax.model.param import merge
 from ats_jax.pytorch import objective, weights
 from ats_jax.pytorch.attention import Tokens, visibility
 from ats_jax.pytorch.generation import generate
 from ats_jax.pytorch.settings import RoutingRules, layer_kinds
 from ats_jax.step.core import sums_and_grads
-from ats_jax.step.objective import Pretraining, totals
+from ats_jax.step.objective import Pretraining, batch_totals
 from ats_jax.step.parts.sparse import with_buffers
 
 pytestmark = [
@@ -91,7 +91,7 @@ def test_gradients_losses_and_buffers(name):
   rows, batch = torch_cases.batch(cfg, rows=4)
   rules, their_rules = rules_of(cfg, training=True)
   run = jax.jit(functools.partial(sums_and_grads, Pretraining(cfg)), static_argnames="rules")
-  whole = totals(rows, rules)
+  whole = batch_totals(rows, rules)
   stacked = {n: a[None] for n, a in rows.items()}
   sums, stats, grads = run(ours, stacked, whole, jax.random.key(0), rules=rules)
   found = objective.forward(theirs, batch, their_rules)

@@ -15,7 +15,7 @@ from torch_cases import both
 from ats_jax.bridge import gguf_file, programs
 from ats_jax.bridge.convert import import_folder
 from ats_jax.bridge.parity import our_logits
-from ats_jax.model.mod import rules_at
+from ats_jax.model.forward_pass import rules_at
 from ats_jax.pytorch import graph
 from ats_jax.store.paths import parse
 

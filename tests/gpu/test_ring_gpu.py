@@ -13,7 +13,7 @@ from helpers import kernels_of, make_test_mesh
 
 from ats_jax.ops.attention import block, cudnn
 from ats_jax.ops.attention.along_row import WHOLE_ROWS
-from ats_jax.ops.attention.block import Rules, Tokens
+from ats_jax.ops.attention.block import MaskRules, TokenPositions
 from ats_jax.ops.attention.causal import attention
 from ats_jax.ops.attention.ring import Ring
 
@@ -83,8 +83,10 @@ def check(kind, of_q, of_k, shape, *, is_own):
   ids = segment_ids(kind)
   q, k, v, dy = arrays(*shape)
   wide = lambda *xs: tuple(x.astype(jnp.float32) for x in xs)
-  tokens = lambda at: Tokens(jnp.asarray(ids[:, at]), jnp.broadcast_to(at, (BATCH, len(at))))
-  rules = Rules(True, MAX_SEGMENTS)
+  tokens = lambda at: TokenPositions(
+    jnp.asarray(ids[:, at]), jnp.broadcast_to(at, (BATCH, len(at)))
+  )
+  rules = MaskRules(True, MAX_SEGMENTS)
   y, lse = whole(*wide(q, k, v), tokens(np.arange(SEQ)), tokens(np.arange(SEQ)), rules)
   q, y, lse, dy = (x[:, of_q] for x in (q, y, lse, dy))
   k, v, rules = k[:, of_k], v[:, of_k], rules._replace(is_diagonal=is_own)

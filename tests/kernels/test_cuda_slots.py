@@ -19,7 +19,7 @@ from helpers import (
 )
 
 from ats_jax.ops import implementations, registry, requirements
-from ats_jax.ops.cross_entropy import HEAD_AXES, linear_cross_entropy, x_axes
+from ats_jax.ops.cross_entropy import HEAD_AXES, final_activation_axes, linear_cross_entropy
 from ats_jax.ops.linear import linears
 from ats_jax.ops.registry import XLA
 from ats_jax.ops.remat import FP8_MAXIMA
@@ -162,7 +162,7 @@ def test_the_loss_is_that_of_xla(shape, calls):
       return sums.objective, sums
 
     x, head = draw(0, 8, 6, 16), reshard(draw(1, 40, 16), *HEAD_AXES)
-    x = reshard(x, *x_axes(x))
+    x = reshard(x, *final_activation_axes(x))
     g = jax.jit(jax.value_and_grad(f, argnums=(0, 1), has_aux=True) if with_grads else f)
     called = "custom_call @ats_cross_entropy" in g.lower(x, head).as_text()
     return called, jax.tree.map(lambda a: np.asarray(a, np.float32), jax.tree.leaves(g(x, head)))

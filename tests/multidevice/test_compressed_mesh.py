@@ -18,12 +18,12 @@ from ats_jax.checkpoint import CheckpointManager, abstract_like
 from ats_jax.config.schema import CheckpointConfig
 from ats_jax.model.layout import stacks
 from ats_jax.sharding import compressed
-from ats_jax.sharding.compressed import BLOCK, MOST, Quantised, sum_over_replicas
+from ats_jax.sharding.compressed import BLOCK, FORMAT_MAX, Quantised, sum_over_replicas
 from ats_jax.sharding.mesh import on_mesh, to_global
 from ats_jax.step.program import make_program
 
 REPLICAS, FSDP = 4, 2
-LEAST = 2.0**-9 / MOST  # step of the format, in relation to the largest value of a block
+LEAST = 2.0**-9 / FORMAT_MAX  # step of the format, in relation to the largest value of a block
 SHAPE = (3, REPLICAS, 4, 200)  # a stack; no whole number of blocks
 CUT = jax.P(None, "data", "fsdp", None)
 FP8 = {"mesh.compress_gradients": "fp8"}
@@ -87,7 +87,7 @@ def test_rounding_is_no_bias_with_feedback_only(replicas):
   assert np.abs(at_once[of_tiny]).max() == 0.0 and fed_back[of_tiny].min() > 0.0
   assert fed_back[of_tiny].mean() == pytest.approx(steps * REPLICAS * tiny, rel=0.1)
   others = ~of_tiny & (due < 0.6 * steps * REPLICAS)
-  nearest = 256 / MOST  # 0.555 * 448 lies between 240 and 256
+  nearest = 256 / FORMAT_MAX  # 0.555 * 448 lies between 240 and 256
   np.testing.assert_allclose(at_once[others], nearest / 0.555 * due[others], rtol=1e-5)
   # What is owed is a step of a replica and one of the sum.
   np.testing.assert_allclose(fed_back[others], due[others], rtol=2 / 16 / steps)

@@ -20,7 +20,7 @@ from ats_jax.inference.generator import generate_tokens
 from ats_jax.model.layout import stacks
 from ats_jax.ops.attention.along_row import WHOLE_ROWS
 from ats_jax.ops.attention.causal import attention
-from ats_jax.ops.attention.ulysses import SwappedHeads
+from ats_jax.ops.attention.ulysses import Ulysses
 from ats_jax.sharding.mesh import on_mesh
 from ats_jax.step.program import make_program
 
@@ -63,7 +63,7 @@ def of_attention(kv_heads: int, *sizes: tuple[str, int]) -> list[np.ndarray]:
   how = {"max_segments": 3, "window": 7, "soft_cap": 2.0}
 
   def loss(q, k, v, sinks):
-    along_row = SwappedHeads() if sizes else WHOLE_ROWS
+    along_row = Ulysses() if sizes else WHOLE_ROWS
     y = attention(q, k, v, segment_ids_BT=segments, sinks_N=sinks, along_row=along_row, **how)
     return jnp.sum(y * dy), y
 
@@ -91,7 +91,7 @@ def test_too_few_heads_are_refused_by_the_op():
     jax.set_mesh(mesh_of({"context": 3})),
     pytest.raises(ValueError, match=r"over 3 devices, .* divide the 4 heads .* mesh.context"),
   ):
-    attention(q, q, q, segment_ids_BT=ids, max_segments=1, along_row=SwappedHeads())
+    attention(q, q, q, segment_ids_BT=ids, max_segments=1, along_row=Ulysses())
 
 
 SMALL = 256  # bytes: metrics and norms

@@ -17,7 +17,7 @@ from helpers import make_test_mesh
 from processes import run_job
 from xla_flags import QUICK, devices
 
-from ats_jax.ops.expert_exchange import Experts, host_room, through_experts
+from ats_jax.ops.expert_exchange import ExpertCompute, host_capacity, run_experts
 from ats_jax.ops.registry import XLA
 from ats_jax.sharding.apply import island
 from ats_jax.sharding.rules import use_plan
@@ -56,8 +56,8 @@ def compute(x_MD, sizes_E, scale_ED):
 
 
 def local(case, x_ND, expert_NK, weight_NK, scale_ED):
-  experts = Experts(compute, LOCAL, case.factor, XLA, case.num_groups, case.top_groups)
-  y_ND, waiting = through_experts(x_ND, expert_NK, weight_NK, scale_ED, experts, "hierarchical")
+  experts = ExpertCompute(compute, LOCAL, case.factor, XLA, case.num_groups, case.top_groups)
+  y_ND, waiting = run_experts(x_ND, expert_NK, weight_NK, scale_ED, experts, "hierarchical")
   return y_ND, waiting[None]
 
 
@@ -110,7 +110,7 @@ def dense(batch):
 
 def room_on_a_host(case):
   groups = case.num_groups, case.top_groups
-  return host_room(TOKENS, case.choices, case.hosts, case.factor, *groups)
+  return host_capacity(TOKENS, case.choices, case.hosts, case.factor, *groups)
 
 
 def waits(case, expert_NK):

@@ -22,12 +22,12 @@ from helpers import (
 from ats_jax.config.schema import SampleConfig
 from ats_jax.data.tokens.tokenizer import ByteTokenizer
 from ats_jax.inference.generator import generate_tokens
-from ats_jax.model.mod import rules_at
+from ats_jax.model.forward_pass import rules_at
 from ats_jax.model.param import Buffer
 from ats_jax.model.stats import by_layer
 from ats_jax.sharding.mesh import to_global
 from ats_jax.step.core import sums_and_grads
-from ats_jax.step.objective import Pretraining, totals
+from ats_jax.step.objective import Pretraining, batch_totals
 from ats_jax.step.parts.sparse import sparse_metrics, with_buffers
 from ats_jax.step.program import make_program
 
@@ -130,7 +130,7 @@ def test_micro_batches_change_nothing(mesh):
 
   @jax.jit
   def step(model, batch):
-    whole = totals(batch, rules)
+    whole = batch_totals(batch, rules)
     _, stats, grads = sums_and_grads(
       Pretraining(cfg), model, batch, whole, jax.random.key(0), rules
     )

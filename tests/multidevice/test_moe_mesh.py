@@ -21,7 +21,7 @@ from helpers import (
 )
 
 from ats_jax.model import moe as moe_module
-from ats_jax.model.mod import rules_at
+from ats_jax.model.forward_pass import rules_at
 from ats_jax.model.moe import MoE
 from ats_jax.model.numerics import numerics
 from ats_jax.model.param import Buffer, merge, trainable

@@ -19,11 +19,11 @@ from ats_jax.ops.attention.ring import (
   FIRST,
   SECOND,
   Ring,
+  chunk_owner,
   from_zigzag,
-  owner,
   pair_of_chunks,
   to_zigzag,
-  tokens_after,
+  token_positions_at,
 )
 from ats_jax.sharding.apply import axis_index, island
 from ats_jax.sharding.mesh import on_mesh
@@ -118,7 +118,7 @@ def test_what_a_ring_cannot_do_is_an_error():
 
 @hypothesis.given(st.integers(1, 64))
 def test_even_and_odd_chunks_are_one_permutation_each(ways):
-  owners = [owner(chunk, ways) for chunk in range(2 * ways)]
+  owners = [chunk_owner(chunk, ways) for chunk in range(2 * ways)]
   for parity in (0, 1):
     assert sorted(owners[parity::2]) == list(range(ways))
   for device in range(ways):
@@ -134,9 +134,9 @@ def test_chunks_go_to_their_devices_and_back(ways):
 
   def local(row, ids):
     there, sizes = to_zigzag(row), []
-    here = tokens_after(ids, 0)
+    here = token_positions_at(ids, 0)
     for step in range(ways):
-      queries, keys, is_earlier = here, tokens_after(ids, step), axis_index("seq") >= step
+      queries, keys, is_earlier = here, token_positions_at(ids, step), axis_index("seq") >= step
       if step:
         queries = pair_of_chunks(queries, SECOND, is_earlier)
         keys = pair_of_chunks(keys, FIRST, is_earlier)

@@ -17,7 +17,7 @@ from ats_jax.checkpoint import CheckpointManager, abstract_like
 from ats_jax.config.schema import CheckpointConfig
 from ats_jax.model.layout import stacks
 from ats_jax.sharding.mesh import to_global
-from ats_jax.sharding.pipeline import join, pipeline, split
+from ats_jax.sharding.pipeline import join_micro_batches, pipeline, split_micro_batches
 from ats_jax.step.program import make_program
 
 ACCUM, ROWS, STEPS = 4, 16, 2
@@ -258,8 +258,8 @@ def test_rows_change_hands_for_nothing():
   x = np.arange(8 * 4 * 3).reshape(8, 4, 3)
   with jax.set_mesh(mesh):
     cut = jax.device_put(x, jax.NamedSharding(mesh, jax.P("stage", "data")))
-    rows = jax.jit(join).lower(cut).compile()
-    back = jax.jit(lambda r: split(r, 8)).lower(rows(cut)).compile()
+    rows = jax.jit(join_micro_batches).lower(cut).compile()
+    back = jax.jit(lambda r: split_micro_batches(r, 8)).lower(rows(cut)).compile()
     np.testing.assert_array_equal(back(rows(cut)), x)
   for text in (rows.as_text(), back.as_text()):
     assert not re.search("all-|permute|reduce-scatter", text)

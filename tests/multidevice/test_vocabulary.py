@@ -8,7 +8,7 @@ import pytest
 from helpers import make_test_mesh, micro_batches, named_leaves, random_rows, tiny_config, when
 
 from ats_jax.sharding.mesh import on_mesh, to_global
-from ats_jax.sharding.rules import SHARDS
+from ats_jax.sharding.rules import ZERO_AXES
 from ats_jax.step.program import make_program
 
 ONE = (1, 1, 1)
@@ -57,10 +57,10 @@ def run(vocab: int, shape: tuple[int, int, int], tied: bool, deterministic: bool
 
 CASES = [
   # vocabulary, mesh, tied, deterministic, stage; how the table is cut
-  (66, (1, 4, 1), False, False, 3, jax.P("tensor", SHARDS)),
-  (65, (1, 2, 2), True, True, 3, jax.P(None, SHARDS)),
-  (66, (1, 2, 2), True, False, 3, jax.P("tensor", SHARDS)),
-  (66, (2, 4, 1), False, True, 3, jax.P("tensor", SHARDS)),
+  (66, (1, 4, 1), False, False, 3, jax.P("tensor", ZERO_AXES)),
+  (65, (1, 2, 2), True, True, 3, jax.P(None, ZERO_AXES)),
+  (66, (1, 2, 2), True, False, 3, jax.P("tensor", ZERO_AXES)),
+  (66, (2, 4, 1), False, True, 3, jax.P("tensor", ZERO_AXES)),
   (65, (1, 2, 2), False, False, 2, jax.P(None, None)),
   (66, (1, 4, 1), False, False, 1, jax.P("tensor", None)),
 ]

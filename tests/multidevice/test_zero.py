@@ -19,7 +19,7 @@ from ats_jax.planner.abstract import abstract_mesh, abstract_state
 from ats_jax.planner.memory import state_memory
 from ats_jax.sharding.mesh import on_mesh, to_global
 from ats_jax.step.core import sums_and_grads
-from ats_jax.step.objective import totals
+from ats_jax.step.objective import batch_totals
 from ats_jax.step.program import Program, make_program
 
 STEPS = 3
@@ -68,7 +68,7 @@ def shard_shapes(tree: Any) -> dict[str, tuple[int, ...]]:
 def gradients(program: Program, state: Any, batch: Any) -> Any:
   rules = program.training_rules(1)
   of = lambda model, batch, key: sums_and_grads(
-    program.objective, model, batch, totals(batch, rules), key, rules
+    program.objective, model, batch, batch_totals(batch, rules), key, rules
   )[2]
   return jax.jit(of)(state.model, batch, state.key)
 

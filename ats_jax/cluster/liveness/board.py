@@ -12,7 +12,7 @@ class Board:
 
   def __init__(self, folder: str):
     """Names are in a folder of their own."""
-    self._client, self._folder = _compat.job_client(), folder
+    self._client, self._folder = _compat.coordination_client(), folder
 
   def put(self, name: str, text: str) -> None:
     """Write or replace a text.

@@ -1,7 +1,7 @@
-"""How the devices along a row share its attention; `model.numerics.along_row_of` chooses for a run.
+"""Context parallelism: how the devices along a row share its attention.
 
-`WholeRows` is for rows that are not cut. `ulysses.SwappedHeads` and `ring.Ring` are for rows whose
-positions are cut over devices.
+`WholeRows` is for rows that are not sharded, `ulysses.Ulysses` and `ring.Ring` for rows whose
+positions are sharded. `model.numerics.along_row_of` chooses one for a run.
 """
 
 import dataclasses
@@ -11,31 +11,33 @@ from typing import NamedTuple, Protocol, override
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from ats_jax.ops.attention.block import Rules
+from ats_jax.ops.attention.block import MaskRules
 from ats_jax.ops.registry import Kernels
 from ats_jax.ops.remat import ATTENTION_INPUTS
 from ats_jax.sharding.apply import num_shards
 
-Arrays = tuple[jax.Array, jax.Array, jax.Array]
+QueryKeyValue = tuple[jax.Array, jax.Array, jax.Array]
 # `(q, k, v, segment_ids, sinks) -> y` of whole rows.
-OfRows = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None], jax.Array]
+WholeRowAttention = Callable[
+  [jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None], jax.Array
+]
 
 
 class AttentionOptions(NamedTuple):
-  """What is computed, and by what; static. The first three are those of `ops.attention`."""
+  """Options and implementations of attention; static. The first three are those of `attention`."""
 
   max_segments: int
   window: int | None
   soft_cap: float | None
   kernels: Kernels
 
-  def rules(self, *, is_diagonal: bool) -> Rules:
-    """Of one part of it."""
-    return Rules(is_diagonal, self.max_segments, self.window, self.soft_cap)
+  def rules(self, *, is_diagonal: bool) -> MaskRules:
+    """The mask of one block of queries and keys."""
+    return MaskRules(is_diagonal, self.max_segments, self.window, self.soft_cap)
 
 
-class AlongRow(Protocol):
-  """Attention of the positions of a device to those of the whole row; equal by value."""
+class ContextParallel(Protocol):
+  """Attention of a device's positions to those of the whole row. Hashed by value: it is static."""
 
   @property
   def sinks_axis(self) -> str:
@@ -43,12 +45,12 @@ class AlongRow(Protocol):
     ...
 
   def row_multiple(self) -> int:
-    """What the number of positions in a row must be a multiple of."""
+    """The number that the positions of a row must be a multiple of."""
     ...
 
   def attend(
     self,
-    of_rows: OfRows,
+    attend_rows: WholeRowAttention,
     q_BTNH: jax.Array,
     k_BTKH: jax.Array,
     v_BTKV: jax.Array,
@@ -59,23 +61,23 @@ class AlongRow(Protocol):
     """`ops.attention.causal.attention` inside an island.
 
     Args:
-      of_rows: computes it of whole rows.
+      attend_rows: computes attention of whole rows.
       q_BTNH: queries of this device's positions.
-      k_BTKH: keys likewise.
-      v_BTKV: values likewise.
-      segment_ids_BR: int32, of whole rows.
+      k_BTKH: keys of this device's positions.
+      v_BTKV: values of this device's positions.
+      segment_ids_BR: int32 segment ids of whole rows.
       sinks_N: float32 [heads], or None.
-      options: what `of_rows` computes.
+      options: the options of attention.
 
     Returns:
-      y_BTNV like the queries, as wide as the values.
+      y_BTNV, shaped like the queries, as wide as the values.
     """
     ...
 
 
 @dataclasses.dataclass(frozen=True)
-class WholeRows(AlongRow):
-  """A device has all positions of its rows."""
+class WholeRows(ContextParallel):
+  """Attention where each device has all positions of its rows."""
 
   @property
   @override
@@ -89,7 +91,7 @@ class WholeRows(AlongRow):
   @override
   def attend(
     self,
-    of_rows: OfRows,
+    attend_rows: WholeRowAttention,
     q_BTNH: jax.Array,
     k_BTKH: jax.Array,
     v_BTKV: jax.Array,
@@ -99,13 +101,13 @@ class WholeRows(AlongRow):
   ) -> jax.Array:
     del options
     assert num_shards("seq") == 1, "rows are cut: choose by `model.numerics.along_row_of`"
-    return of_rows(*named(q_BTNH, k_BTKH, v_BTKV), segment_ids_BR, sinks_N)
+    return attend_rows(*checkpoint_inputs(q_BTNH, k_BTKH, v_BTKV), segment_ids_BR, sinks_N)
 
 
 WHOLE_ROWS = WholeRows()
 
 
-def named(q: jax.Array, k: jax.Array, v: jax.Array) -> Arrays:
-  """The inputs of attention with the names that remat policies know them by."""
+def checkpoint_inputs(q: jax.Array, k: jax.Array, v: jax.Array) -> QueryKeyValue:
+  """Name the inputs of attention for remat policies (`checkpoint_name`)."""
   q, k, v = (checkpoint_name(x, n) for x, n in zip((q, k, v), ATTENTION_INPUTS, strict=True))
   return q, k, v

@@ -1,7 +1,7 @@
-"""Attention of some queries to some keys of a row, with the statistics that join it to the rest.
+"""Attention of some queries to some keys of a row, with statistics to merge it with the rest.
 
-The softmax is over these keys alone. Of several such parts `merge` makes the attention to all their
-keys. The versions here are XLA's, and the specification of the slots `attention.block_forward` and
+The softmax is over these keys alone; `merge_attention` combines several such blocks. The versions
+here are XLA's, and the specification of the slots `attention.block_forward` and
 `attention.block_backward`.
 
 Letters: B batch, T queries, S keys, N query heads, K key/value heads, G = N / K, H head_dim,
@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 
 
-class Tokens(NamedTuple):
-  """Which tokens of their rows some queries or keys are of.
+class TokenPositions(NamedTuple):
+  """Where queries or keys are in their rows.
 
   Attributes:
     ids_BT: int32 segment ids; in a whole row each id is one contiguous run.
@@ -28,13 +28,13 @@ class Tokens(NamedTuple):
   at_BT: jax.Array
 
 
-class Rules(NamedTuple):
-  """What a query sees, beside causal attention within its segment; static.
+class MaskRules(NamedTuple):
+  """The mask and soft cap of a block of queries and keys; static.
 
   Attributes:
     is_diagonal: queries and keys are the same tokens, in order of position. Else all keys come
       before all queries.
-    max_segments: runs in a row at most, padding's included.
+    max_segments: the most segments of a row, one of padding included.
     window: a token sees itself and the `window - 1` tokens before it; None = all before it.
     soft_cap: scores become `soft_cap * tanh(score / soft_cap)`; None = they stay.
   """
@@ -49,19 +49,19 @@ def forward(
   q_BTNH: jax.Array,
   k_BSKH: jax.Array,
   v_BSKV: jax.Array,
-  queries: Tokens,
-  keys: Tokens,
-  rules: Rules,
+  queries: TokenPositions,
+  keys: TokenPositions,
+  rules: MaskRules,
 ) -> tuple[jax.Array, jax.Array]:
-  """Attend; scores are scaled by head_dim^-1/2.
+  """Attend from queries to keys; scores are scaled by head_dim^-1/2.
 
   Args:
     q_BTNH: queries [batch, T, heads, head_dim].
     k_BSKH: keys [batch, S, kv_heads, head_dim]; kv_heads divides heads.
     v_BSKV: values like the keys, of any width.
-    queries: where the queries are.
-    keys: where the keys are.
-    rules: what is seen.
+    queries: positions and segments of the queries.
+    keys: positions and segments of the keys.
+    rules: which keys a query sees.
 
   Returns:
     y_BTNV, float32 or wider (a kernel: any float), and the logarithms of the softmax's denominators
@@ -82,25 +82,25 @@ def backward(
   q_BTNH: jax.Array,
   k_BSKH: jax.Array,
   v_BSKV: jax.Array,
-  queries: Tokens,
-  keys: Tokens,
+  queries: TokenPositions,
+  keys: TokenPositions,
   y_BTNV: jax.Array,
   lse_BTN: jax.Array,
   dy_BTNV: jax.Array,
-  rules: Rules,
+  rules: MaskRules,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """The share of these keys in the gradients (FlashAttention-2, arXiv:2307.08691, section 2.2).
+  """The gradients through these keys (FlashAttention-2, arXiv:2307.08691, section 2.2).
 
   Args:
-    q_BTNH: as of `forward`, like the next four.
+    q_BTNH: queries, as in `forward`.
     k_BSKH: keys.
     v_BSKV: values.
-    queries: where the queries are.
-    keys: where the keys are.
-    y_BTNV: what came of attention to *all* keys.
-    lse_BTN: its statistics: the attention weights are `exp(score - lse)`.
+    queries: positions and segments of the queries.
+    keys: positions and segments of the keys.
+    y_BTNV: the result of attention to *all* keys.
+    lse_BTN: the statistics of attention to all keys: the attention weights are `exp(score - lse)`.
     dy_BTNV: gradient of `y_BTNV`.
-    rules: what is seen.
+    rules: which keys a query sees.
 
   Returns:
     dq_BTNH, dk_BSKH, dv_BSKV: float32 or wider (a kernel: any float); 0 for tokens that neither see
@@ -148,14 +148,14 @@ def _weights(scores, lse):
   return jnp.exp(scores - jnp.where(jnp.isfinite(lse), lse, 0)[..., None])
 
 
-def merge(*parts: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
-  """Attention to all keys, from attention to some of them each (arXiv:2310.01889, section 3).
+def merge_attention(*parts: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
+  """Merge attention to disjoint sets of keys (arXiv:2310.01889, section 3).
 
   Args:
-    parts: for each y_BTNV and lse_BTN of the same queries, as `forward` gives them.
+    parts: for each set of keys y_BTNV and lse_BTN of the same queries, as `forward` returns them.
 
   Returns:
-    The same of all, float32 or wider.
+    y_BTNV and lse_BTN of attention to all keys, float32 or wider.
   """
   lses = jnp.stack([lse for _, lse in parts])
   lse = jax.nn.logsumexp(lses, axis=0)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from ats_jax.ops import registry
-from ats_jax.ops.attention.along_row import WHOLE_ROWS, AlongRow, AttentionOptions
+from ats_jax.ops.attention.along_row import WHOLE_ROWS, AttentionOptions, ContextParallel
 from ats_jax.ops.registry import XLA, Kernels
 from ats_jax.ops.remat import ATTENTION_RESULTS
 from ats_jax.sharding.apply import island
@@ -27,7 +27,7 @@ def attention(
   segment_ids_BT: jax.Array,
   max_segments: int,
   kernels: Kernels = XLA,
-  along_row: AlongRow = WHOLE_ROWS,
+  along_row: ContextParallel = WHOLE_ROWS,
   window: int | None = None,
   soft_cap: float | None = None,
   sinks_N: jax.Array | None = None,
@@ -41,8 +41,8 @@ def attention(
     segment_ids_BT: int32; a token sees tokens up to itself that carry its own id. Each id is one
       contiguous run.
     max_segments: runs in a row at most, padding's included.
-    kernels: what runs.
-    along_row: how the devices along a row share it.
+    kernels: the chosen implementations.
+    along_row: how the devices along a row share its attention.
     window: a token sees itself and the `window - 1` tokens before it; None = all before it.
     soft_cap: scores become `soft_cap * tanh(score / soft_cap)` (Gemma 2, arXiv:2408.00118); not
       with a kernel.
@@ -64,7 +64,7 @@ def attention(
     name = kernels.of("attention", "forward")
     raise ValueError(f"attention: {name} has no soft_cap here. Use ops.kernels=attention=xla")
 
-  def of_rows(q, k, v, segments, sinks):
+  def attend_rows(q, k, v, segments, sinks):
     if kernel is not None:
       narrower = q.shape[-1] - v.shape[-1]
       padded = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, narrower))) if narrower else v
@@ -75,7 +75,7 @@ def attention(
 
   def local(q, k, v, segments, sinks=None):
     options = AttentionOptions(max_segments, window, soft_cap, kernels)
-    return along_row.attend(of_rows, q, k, v, segments, sinks, options)
+    return along_row.attend(attend_rows, q, k, v, segments, sinks, options)
 
   sinks, sinks_axes = ((), ()) if sinks_N is None else ((sinks_N,), ((along_row.sinks_axis,),))
   return island(
@@ -86,7 +86,7 @@ def attention(
 
 
 def _dense(q_BTNH, k_BTKH, v_BTKH, same_B1TT, window, soft_cap, sinks_N):
-  """All scores at once."""
+  """Attention with all scores in memory at once."""
   if sinks_N is None and soft_cap is None and v_BTKH.shape == k_BTKH.shape:
     before = None if window is None else (window - 1, 0)
     y_BTNH = jax.nn.dot_product_attention(
@@ -102,12 +102,12 @@ def _dense(q_BTNH, k_BTKH, v_BTKH, same_B1TT, window, soft_cap, sinks_N):
   seq = q_BTNH.shape[1]
   distance_TT = jnp.arange(seq)[:, None] - jnp.arange(seq)
   visible_B1TT = same_B1TT & (distance_TT >= 0) & (distance_TT < (window or seq))
-  y_BTNH = _capped(q_BTNH, k_BTKH, v_BTKH, visible_B1TT, soft_cap, sinks_N)
+  y_BTNH = _attention_with_options(q_BTNH, k_BTKH, v_BTKH, visible_B1TT, soft_cap, sinks_N)
   return checkpoint_name(y_BTNH, ATTENTION_RESULTS[0])
 
 
-def _capped(q_BTNH, k_BSKH, v_BSKH, visible_B1TS, soft_cap, sinks_N):
-  """What `jax.nn.dot_product_attention` computes, with a soft cap, sinks, values of any width."""
+def _attention_with_options(q_BTNH, k_BSKH, v_BSKH, visible_B1TS, soft_cap, sinks_N):
+  """Like `jax.nn.dot_product_attention`, with a soft cap, sinks and values of any width."""
   (batch, queries, heads, width), keys = q_BTNH.shape, k_BSKH.shape[1]
   wide = jnp.promote_types(q_BTNH.dtype, jnp.float32)
   q_BTKGH = q_BTNH.reshape(batch, queries, k_BSKH.shape[2], -1, width)
@@ -143,10 +143,10 @@ def cached_attention(
     q_BTNH: queries of the new tokens.
     k_BTKH: keys of the new tokens.
     v_BTKH: values of the new tokens.
-    k_cache_BSKH: keys so far, S slots.
-    v_cache_BSKH: values so far.
+    k_cache_BSKH: cached keys, S slots.
+    v_cache_BSKH: cached values, S slots.
     index_BT: int32 slot of each new token; a query sees the slots up to its own.
-    window: it sees the last so many of them; None = all.
+    window: a query sees the last `window` of these slots; None = all.
     soft_cap: as in `attention`.
     sinks_N: as in `attention`.
 
@@ -163,7 +163,11 @@ def cached_attention(
     if window is not None:
       visible_B1TS &= (slots > index[:, :, None] - window)[:, None]
     if soft_cap is not None or sinks is not None:
-      return _capped(q, k_cache, v_cache, visible_B1TS, soft_cap, sinks), k_cache, v_cache
+      return (
+        _attention_with_options(q, k_cache, v_cache, visible_B1TS, soft_cap, sinks),
+        k_cache,
+        v_cache,
+      )
     y = jax.nn.dot_product_attention(q, k_cache, v_cache, mask=visible_B1TS, implementation="xla")
     return y, k_cache, v_cache
 

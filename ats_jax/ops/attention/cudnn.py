@@ -1,4 +1,4 @@
-"""Causal attention over packed rows by cuDNN, with sinks: a kernel of the op `attention`.
+"""Causal attention over packed rows by cuDNN, with sinks: a kernel of the op `flash_attention`.
 
 Letters: B batch, T queries, S keys, N query heads, K key/value heads, H head_dim, M segments.
 """
@@ -11,11 +11,11 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from ats_jax.ops import _compat
-from ats_jax.ops.attention.block import Rules, Tokens
+from ats_jax.ops.attention.block import MaskRules, TokenPositions
 from ats_jax.ops.remat import ATTENTION_RESULTS
 
 
-def attention(
+def flash_attention(
   q_BTNH: jax.Array,
   k_BTKH: jax.Array,
   v_BTKH: jax.Array,
@@ -25,7 +25,7 @@ def attention(
   max_segments: int,
   window: int | None,
 ) -> jax.Array:
-  """`ops.attention.attention` of local arrays, in bfloat16; arguments and result as there."""
+  """`ops.attention.causal.attention` of local arrays in bfloat16, without a soft cap."""
   starts_BM, lengths_BM = segment_bounds(segment_ids_BT, max_segments)
   how = q_BTNH.shape[-1] ** -0.5, window, max_segments == 1
   return _flash(q_BTNH, k_BTKH, v_BTKH, sinks_N, starts_BM, lengths_BM, *how)
@@ -43,7 +43,7 @@ def _flash_forward(q_BTNH, k_BTKH, v_BTKH, sinks_N, starts_BM, lengths_BM, scale
   What the backward pass needs has names, so that a remat policy can keep it.
   """
   bounds = (None, None) if is_one else (starts_BM, lengths_BM)
-  y_BTNH, lse_RNT = _compat.cudnn_attention(q_BTNH, k_BTKH, v_BTKH, *bounds, scale, window)
+  y_BTNH, lse_RNT = _compat.cudnn_attention_forward(q_BTNH, k_BTKH, v_BTKH, *bounds, scale, window)
   if sinks_N is not None:
     without_RNT, lse_RNT = lse_RNT, jnp.logaddexp(lse_RNT, sinks_N[:, None])
     share_BTN = by_token(jnp.exp(without_RNT - lse_RNT), starts_BM)
@@ -71,12 +71,12 @@ def _flash_backward(scale, window, is_one, saved, dy_BTNH):
 _flash.defvjp(_flash_forward, _flash_backward)
 
 
-class Bounds(NamedTuple):
-  """Where the segments are, as `_compat.cudnn_attention` wants them.
+class SegmentBounds(NamedTuple):
+  """The segments of queries and keys, as arguments of `_compat.cudnn_attention_forward`.
 
   Attributes:
     queries: starts [batch, M + 1] and lengths [batch, M] among the queries.
-    keys: likewise among the keys; None = as among the queries.
+    keys: starts and lengths among the keys; None = those of the queries.
   """
 
   queries: tuple[jax.Array, jax.Array]
@@ -87,18 +87,18 @@ def block_forward(
   q_BTNH: jax.Array,
   k_BSKH: jax.Array,
   v_BSKV: jax.Array,
-  queries: Tokens,
-  keys: Tokens,
-  rules: Rules,
+  queries: TokenPositions,
+  keys: TokenPositions,
+  rules: MaskRules,
 ) -> tuple[jax.Array, jax.Array]:
-  """`ops.attention_block.forward` in bfloat16; no window, and values no wider than keys."""
+  """`ops.attention.block.forward` in bfloat16; no window, and values no wider than keys."""
   bounds, width = _bounds(queries, keys, rules), q_BTNH.shape[-1]
-  y_BTNH, lse_RNT = _compat.cudnn_attention(
-    q_BTNH, k_BSKH, _widened(v_BSKV, width), *bounds.queries, width**-0.5, of_keys=bounds.keys
+  y_BTNH, lse_RNT = _compat.cudnn_attention_forward(
+    q_BTNH, k_BSKH, _pad_width(v_BSKV, width), *bounds.queries, width**-0.5, key_bounds=bounds.keys
   )
   lse_BTN = by_token(lse_RNT, bounds.queries[0])
   if bounds.keys is not None:  # what has no segment was not written
-    seen_BT1 = _tokens_of(bounds.queries, q_BTNH.shape[1])[..., None]
+    seen_BT1 = _in_first_segment(bounds.queries, q_BTNH.shape[1])[..., None]
     y_BTNH = jnp.where(seen_BT1[..., None], y_BTNH, 0)
     lse_BTN = jnp.where(seen_BT1, lse_BTN, -jnp.inf)
   return y_BTNH[..., : v_BSKV.shape[-1]], lse_BTN
@@ -108,48 +108,48 @@ def block_backward(
   q_BTNH: jax.Array,
   k_BSKH: jax.Array,
   v_BSKV: jax.Array,
-  queries: Tokens,
-  keys: Tokens,
+  queries: TokenPositions,
+  keys: TokenPositions,
   y_BTNV: jax.Array,
   lse_BTN: jax.Array,
   dy_BTNV: jax.Array,
-  rules: Rules,
+  rules: MaskRules,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """`ops.attention_block.backward` in bfloat16; limits as of `block_forward`."""
+  """`ops.attention.block.backward` in bfloat16, with the limits of `block_forward`."""
   bounds, width = _bounds(queries, keys, rules), q_BTNH.shape[-1]
-  v_BSKH, y_BTNH, dy_BTNH = (_widened(a, width) for a in (v_BSKV, y_BTNV, dy_BTNV))
+  v_BSKH, y_BTNH, dy_BTNH = (_pad_width(a, width) for a in (v_BSKV, y_BTNV, dy_BTNV))
   lse_RNT = by_segment(lse_BTN, bounds.queries[0])
   dq_BTNH, dk_BSKH, dv_BSKH = _compat.cudnn_attention_backward(
     q_BTNH, k_BSKH, v_BSKH, *bounds.queries, y_BTNH, lse_RNT, dy_BTNH, width**-0.5,
-    of_keys=bounds.keys,
+    key_bounds=bounds.keys,
   )  # fmt: skip
   if bounds.keys is not None:
-    of_queries = _tokens_of(bounds.queries, q_BTNH.shape[1])[..., None, None]
-    of_keys = _tokens_of(bounds.keys, k_BSKH.shape[1])[..., None, None]
+    of_queries = _in_first_segment(bounds.queries, q_BTNH.shape[1])[..., None, None]
+    of_keys = _in_first_segment(bounds.keys, k_BSKH.shape[1])[..., None, None]
     dq_BTNH = jnp.where(of_queries, dq_BTNH, 0)
     dk_BSKH, dv_BSKH = (jnp.where(of_keys, a, 0) for a in (dk_BSKH, dv_BSKH))
   return dq_BTNH, dk_BSKH, dv_BSKH[..., : v_BSKV.shape[-1]]
 
 
-def _bounds(queries: Tokens, keys: Tokens, rules: Rules) -> Bounds:
+def _bounds(queries: TokenPositions, keys: TokenPositions, rules: MaskRules) -> SegmentBounds:
   if rules.is_diagonal:
-    return Bounds(segment_bounds(queries.ids_BT, rules.max_segments), None)
+    return SegmentBounds(segment_bounds(queries.ids_BT, rules.max_segments), None)
   return shared_bounds(queries.ids_BT, keys.ids_BT)
 
 
-def _widened(x_BTNV: jax.Array, width: int) -> jax.Array:
+def _pad_width(x_BTNV: jax.Array, width: int) -> jax.Array:
   narrower = width - x_BTNV.shape[-1]
   return jnp.pad(x_BTNV, ((0, 0), (0, 0), (0, 0), (0, narrower))) if narrower else x_BTNV
 
 
-def shared_bounds(q_ids_BT: jax.Array, k_ids_BS: jax.Array) -> Bounds:
-  """Find the segment of queries that began among keys before them: there is at most one.
+def shared_bounds(q_ids_BT: jax.Array, k_ids_BS: jax.Array) -> SegmentBounds:
+  """Find the segment that queries share with the keys before them; there is at most one.
 
   A segment is one run of its row. So it ends the keys and begins the queries.
 
   Args:
     q_ids_BT: int32 segment ids of consecutive tokens of a row.
-    k_ids_BS: of consecutive tokens somewhere before them.
+    k_ids_BS: int32 segment ids of consecutive tokens somewhere before them.
 
   Returns:
     Bounds of M = 2 segments, of which the second is none. With M = 1 cuDNN would take the layout of
@@ -165,21 +165,21 @@ def shared_bounds(q_ids_BT: jax.Array, k_ids_BS: jax.Array) -> Bounds:
     none_B = jnp.full_like(length_B, -1)
     return jnp.stack([start_B, none_B, none_B], axis=1), jnp.stack([length_B, none_B], axis=1)
 
-  return Bounds(
+  return SegmentBounds(
     bounds(jnp.zeros_like(lengths[0]), lengths[0]),
     bounds(k_ids_BS.shape[1] - lengths[1], lengths[1]),
   )
 
 
-def _tokens_of(bounds: tuple[jax.Array, jax.Array], length: int) -> jax.Array:
-  """Which tokens are of the first segment, bool [batch, length]; none if there is no segment."""
+def _in_first_segment(bounds: tuple[jax.Array, jax.Array], length: int) -> jax.Array:
+  """Mark the tokens of the first segment, bool [batch, length]."""
   start_B1, length_B1 = (a[:, :1] for a in bounds)
   distance_BT = jnp.arange(length) - start_B1
   return (distance_BT >= 0) & (distance_BT < length_B1)
 
 
 def by_segment(values_BTN: jax.Array, starts_BM: jax.Array) -> jax.Array:
-  """The opposite of `by_token`: what is kept by token, as a kernel keeps it by segment.
+  """Reorder statistics from tokens to segments, as kernels take them; undoes `by_token`.
 
   Args:
     values_BTN: [batch, seq, heads].
@@ -198,7 +198,7 @@ def by_segment(values_BTN: jax.Array, starts_BM: jax.Array) -> jax.Array:
 
 
 def by_token(values_RNT: jax.Array, starts_BM: jax.Array) -> jax.Array:
-  """Put what a kernel keeps by segment, its statistics, into the order of the tokens.
+  """Reorder statistics from segments, as kernels return them, to tokens.
 
   Args:
     values_RNT: [segments of the batch or more, heads, seq]; a segment's tokens come first in a row.

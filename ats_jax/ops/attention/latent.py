@@ -36,7 +36,7 @@ def cached_latent_attention(
     latent_cache_BSC: latents so far, S slots.
     rotated_cache_BSR: rotated parts so far.
     index_BT: int32 slot of each new token; a query sees the slots up to its own.
-    scale: of the scores.
+    scale: the factor of the scores.
 
   Returns:
     Means of latents [batch, seq, heads, C], and the two caches with the new tokens in their slots.

@@ -14,14 +14,19 @@ from typing import override
 import jax
 import jax.numpy as jnp
 
-from ats_jax.ops.attention.along_row import AlongRow, AttentionOptions, OfRows, named
+from ats_jax.ops.attention.along_row import (
+  AttentionOptions,
+  ContextParallel,
+  WholeRowAttention,
+  checkpoint_inputs,
+)
 from ats_jax.sharding.apply import num_shards
 from ats_jax.sharding.shards import swap_shards
 
 
 @dataclasses.dataclass(frozen=True)
-class SwappedHeads(AlongRow):
-  """Devices have whole rows of some heads while they attend."""
+class Ulysses(ContextParallel):
+  """Swaps positions for heads: each device attends with whole rows of some heads."""
 
   @property
   @override
@@ -35,7 +40,7 @@ class SwappedHeads(AlongRow):
   @override
   def attend(
     self,
-    of_rows: OfRows,
+    attend_rows: WholeRowAttention,
     q_BTNH: jax.Array,
     k_BTKH: jax.Array,
     v_BTKV: jax.Array,
@@ -44,15 +49,15 @@ class SwappedHeads(AlongRow):
     options: AttentionOptions,
   ) -> jax.Array:
     del options
-    # Those of whole rows have the names, so that what a policy keeps is not swapped again.
-    whole = named(*to_whole_rows(q_BTNH, k_BTKH, v_BTKV))
-    return to_cut_rows(of_rows(*whole, segment_ids_BR, sinks_N))
+    # The arrays of whole rows have the names, so that what a policy keeps is not swapped again.
+    whole = checkpoint_inputs(*to_whole_rows(q_BTNH, k_BTKH, v_BTKV))
+    return to_sharded_rows(attend_rows(*whole, segment_ids_BR, sinks_N))
 
 
 def to_whole_rows(
   q_BtNH: jax.Array, k_BtKH: jax.Array, v_BtKH: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Queries, keys and values of some heads at all positions, from those of all at some.
+  """Swap positions for heads: all positions of some heads, from some positions of all heads.
 
   Where there are too few key/value heads for the devices, each is sent to all that have one of its
   query heads.
@@ -63,7 +68,7 @@ def to_whole_rows(
     v_BtKH: values like the keys, of any width.
 
   Returns:
-    The same with all positions and the share of the heads that is this device's own.
+    Queries, keys and values with all positions, and this device's share of the heads.
 
   Raises:
     ValueError: if the devices along a row do not divide the query heads.
@@ -84,6 +89,6 @@ def to_whole_rows(
   return q, k, v
 
 
-def to_cut_rows(y_BTnH: jax.Array) -> jax.Array:
-  """What attention gave for some heads at all positions -> all heads at those of this device."""
+def to_sharded_rows(y_BTnH: jax.Array) -> jax.Array:
+  """Swap heads for positions: all heads at this device's positions; undoes `to_whole_rows`."""
   return swap_shards(y_BTnH, "seq", split=1, join=2)

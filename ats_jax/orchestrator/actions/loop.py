@@ -42,7 +42,7 @@ class Rollback(Action):
     batches = jnp.full_like(state.step, step)
     earlier = dataclasses.replace(earlier, step=batches, control=state.control)
     if earlier.reflex is not None and state.reflex is not None:
-      earlier = dataclasses.replace(earlier, reflex=earlier.reflex.allowing(state.reflex.rate))
+      earlier = dataclasses.replace(earlier, reflex=earlier.reflex.allow_rate(state.reflex.rate))
     return earlier, {"to": to}
 
   def apply(self, state: TrainState, cfg: Config, saved: TrainState | None = None) -> TrainState:

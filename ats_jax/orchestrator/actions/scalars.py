@@ -91,7 +91,7 @@ class SetLearningRateScale(Scalar):
     if state.reflex is None:
       return state
     wanted = jnp.where(rises, self.scale * learning_rate(cfg, state.step), 0.0)
-    return dataclasses.replace(state, reflex=state.reflex.allowing(wanted))
+    return dataclasses.replace(state, reflex=state.reflex.allow_rate(wanted))
 
   def remember[M: Memory](self, policy: M, step: int, *, wanted: bool) -> M:
     """A requested rate is the one that recovery returns to after an emergency cut."""
@@ -107,7 +107,8 @@ class SetLearningRateScale(Scalar):
 class SetSkips(Scalar):
   """Let the reflex leave out batches whose loss surprises, up to `bucket` of them at once.
 
-  With 5 and what the reflex gives back of it (`REFILL`), 1 % of 1,000 steps at most. It is judged
+  With 5 and what the reflex gives back of it (`BUCKET_REFILL`), 1 % of 1,000 steps at most. It is
+  judged
   before it is done: on the same batches, with and without (`policy/rates.py`).
 
   Attributes:

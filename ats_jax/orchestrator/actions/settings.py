@@ -72,7 +72,7 @@ class ChangeSettings(Action):
     opt_state = state.opt_state
     if (refit := build_optimizer(new, "cpu").refit) is not None:  # that of any platform
       opt_state = refit(opt_state)
-    return dataclasses.replace(state, opt_state=opt_state, reflex=state.reflex.allowing(wanted))
+    return dataclasses.replace(state, opt_state=opt_state, reflex=state.reflex.allow_rate(wanted))
 
   def tell(self, host: Host, step: int, reason: str) -> None:
     """Only the loop can."""

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from ats_jax.model.mod import Pass
-from ats_jax.step.reflex import SURPRISE
+from ats_jax.model.forward_pass import Pass
+from ats_jax.step.reflex import SURPRISE_SIGMAS
 
 RECENT = 8  # last steps of an interval, which tell how things stand now
 CUSUM_DOUBT = 10.0  # half of what is an alarm to the policy
@@ -158,7 +158,7 @@ def sum_up(
     nonfinite=int(np.sum(column["reflex/broken"] > 0)),
     broken=int(last["reflex/broken"]),
     skipped=int(np.sum(column["reflex/skipped"])),
-    surprising=int(np.sum(column["reflex/z_loss"] > SURPRISE)),
+    surprising=int(np.sum(column["reflex/z_loss"] > SURPRISE_SIGMAS)),
     shrunk=int(np.sum(column["reflex/grad_scale"] < 1.0)),
     held=int(last["reflex/held"]),
     bucket=last["reflex/bucket"],

@@ -10,7 +10,7 @@ import numpy as np
 from ats_jax.data.batch import Batch
 from ats_jax.metrics.host_copy import start_copy
 from ats_jax.model.decoder import Decoder
-from ats_jax.model.mod import Pass
+from ats_jax.model.forward_pass import Pass
 from ats_jax.orchestrator.signals.interval import Fault, Sums, check_probe, probe_loss
 from ats_jax.step.program import Program
 

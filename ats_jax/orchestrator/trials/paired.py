@@ -19,7 +19,7 @@ import numpy as np
 from ats_jax.config.schema import Config
 from ats_jax.data.batch import Batch
 from ats_jax.model.decoder import Decoder
-from ats_jax.model.mod import Pass
+from ats_jax.model.forward_pass import Pass
 from ats_jax.orchestrator.actions.base import Action, carry_out
 from ats_jax.orchestrator.signals.interval import Sums, probe_loss
 from ats_jax.orchestrator.trials.snapshots import Snapshot

@@ -42,7 +42,7 @@ from ats_jax.pytorch.training.state import optimizer_of, to_jax, to_torch
 from ats_jax.pytorch.training.step import Trainer, Update, batch_on
 from ats_jax.sharding.mesh import make_mesh
 from ats_jax.step.program import Program, make_program
-from ats_jax.step.sparse_value import worth
+from ats_jax.step.sparse_value import sparse_value_metrics
 from ats_jax.store import paths
 from ats_jax.store.paths import Path
 from ats_jax.train import report
@@ -233,7 +233,7 @@ class TorchRun:
       )
     metrics["train/perplexity"] = math.exp(min(metrics["train/loss"], 700.0))
     rules = self.program.training_rules(self.step)
-    metrics |= worth(self.cfg, self.program.counts, rules, metrics, arrays)
+    metrics |= sparse_value_metrics(self.cfg, self.program.counts, rules, metrics, arrays)
     metrics |= self.meter.read(self.step, done)
     metrics |= memory_metrics() | devices.memory(self.device)
     if self.trainer.scale.moves:

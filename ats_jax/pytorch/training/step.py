@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ats_jax.config import Config
 from ats_jax.config.schema.optimizer import AdamW
-from ats_jax.model.mod import rules_at
+from ats_jax.model.forward_pass import rules_at
 from ats_jax.pytorch import objective
 from ats_jax.pytorch.decoder import Decoder
 from ats_jax.pytorch.moe import MoE
@@ -200,7 +200,7 @@ class Trainer:
 
 
 def their_rules(cfg: Config, step: int, *, training: bool) -> RoutingRules:
-  """`model.mod.rules_at`, for PyTorch."""
+  """`model.forward_pass.rules_at`, for PyTorch."""
   rules = rules_at(cfg, step, training=training)
   return RoutingRules(training, rules.capacity, rules.horizon)
 

@@ -10,8 +10,8 @@ import optax
 
 from ats_jax.config.schema import Config
 from ats_jax.config.schema.optimizer import AdamW
-from ats_jax.ops.adamw import Rates, clip_scale
-from ats_jax.ops.adamw import adamw as adamw_update
+from ats_jax.ops.adamw import UpdateScalars, clip_scale
+from ats_jax.ops.adamw import adamw_update as adamw_update
 from ats_jax.ops.registry import XLA, Kernels
 from ats_jax.step.optimizers.base import (
   Checked,
@@ -191,7 +191,7 @@ def fused_adamw(
   is_adam = lambda state: isinstance(state, AdamState)
   (adam,) = filter(is_adam, jax.tree.leaves(opt_state, is_leaf=is_adam))
   steps = adam.steps + 1
-  rates = Rates(clip_scale(grads, o.grad_clip), lr, 1.0 - o.b1**steps, 1.0 - o.b2**steps)
+  rates = UpdateScalars(clip_scale(grads, o.grad_clip), lr, 1.0 - o.b1**steps, 1.0 - o.b2**steps)
   decays = decay_mask(params, embeddings=o.decay_embeddings)
   leaves = zip(*map(jax.tree.leaves, (params, grads, adam.mu, adam.nu, decays)), strict=True)
   update = functools.partial(

@@ -1,9 +1,9 @@
-"""The parts of a training step that a config asks for; a module is loaded when its part is."""
+"""Chooses the parts of a training step; the module of a part is imported when it is used."""
 
 from typing import TYPE_CHECKING
 
 from ats_jax.config.schema import Config
-from ats_jax.sharding.apply import is_apart
+from ats_jax.sharding.apply import has_own_sharding
 from ats_jax.step.optimizers.base import Optimizer
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def parts_of(cfg: Config, optimizer: Optimizer) -> "tuple[Part, ...]":
 
     if compresses(cfg):
       parts.append(Replicas())
-  if is_apart("moments"):
+  if has_own_sharding("moments"):
     from ats_jax.step.parts.shards import Shards
 
     parts.append(Shards())

@@ -6,7 +6,7 @@ from typing import override
 import jax
 import jax.numpy as jnp
 
-from ats_jax.step.core import Made, Part
+from ats_jax.step.core import Part, UpdateResult
 from ats_jax.step.state import TrainState
 
 
@@ -27,7 +27,7 @@ class Ema(Part):
     return dataclasses.replace(state, ema=jax.tree.map(average, state.model))
 
   @override
-  def after(self, made: Made, state: TrainState) -> TrainState:
-    del made
+  def after(self, result: UpdateResult, state: TrainState) -> TrainState:
+    del result
     follow = lambda e, p: e + (1.0 - self.decay) * (p.astype(e.dtype) - e)
     return dataclasses.replace(state, ema=jax.tree.map(follow, state.ema, state.model))

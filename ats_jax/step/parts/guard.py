@@ -1,4 +1,4 @@
-"""The reflex in the step: bounded influence, a sound state of the optimizer, or no update."""
+"""The reflex in the step: bounds gradients, checks the optimizer state, or skips the update."""
 
 import dataclasses
 import functools
@@ -10,7 +10,7 @@ import optax
 
 from ats_jax.model.param import merge, trainable
 from ats_jax.step import tensors
-from ats_jax.step.core import Made, Metrics, Part, Update
+from ats_jax.step.core import Metrics, Part, Update, UpdateResult
 from ats_jax.step.optimizers.base import Optimizer, move, seam
 from ats_jax.step.reflex import Control, Reflex, advance, judge
 from ats_jax.step.state import TrainState
@@ -18,10 +18,10 @@ from ats_jax.step.state import TrainState
 
 @dataclasses.dataclass(frozen=True)
 class Guard(Part):
-  """Makes the update in place of the plain one, as the reflex judges it.
+  """Replaces the plain update by one that the reflex judges.
 
   Attributes:
-    optimizer: what makes directions of gradients.
+    optimizer: turns gradients into directions.
     is_armed: whether the reflex acts from the start; it measures in any case.
   """
 
@@ -30,13 +30,13 @@ class Guard(Part):
 
   @override
   def init(self, state: TrainState) -> TrainState:
-    reflex = Reflex.new(tensors.count(trainable(state.model)))
+    reflex = Reflex.new(tensors.num_tensors(trainable(state.model)))
     return dataclasses.replace(state, control=Control.new(armed=self.is_armed), reflex=reflex)
 
+  @override
   def update(
     self, inner: Update, state: TrainState, grads: Any, lr: jax.Array, loss: jax.Array
   ) -> tuple[TrainState, Metrics]:
-    """See `Part`; if the update is not made, parameters and optimizer state are the old ones."""
     del inner
     optimizer, platform = self.optimizer, self.optimizer.platform
     control, reflex, opt_state = state.control, state.reflex, state.opt_state
@@ -96,17 +96,21 @@ class Guard(Part):
       "train/learning_rate": rate,
     }
 
-  def after(self, made: Made, state: TrainState) -> TrainState:
-    """See `Part`; an update that is not made leaves nothing else behind either."""
-    before = made.before
+  @override
+  def after(self, result: UpdateResult, state: TrainState) -> TrainState:
+    # A skipped update changes nothing else either.
+    before = result.before
     old = merge(trainable(state.model), before.model), before.ema, before.unsent
-    take = functools.partial(jnp.where, made.metrics["reflex/skipped"])
+    take = functools.partial(jnp.where, result.metrics["reflex/skipped"])
     model, ema, unsent = jax.tree.map(take, old, (state.model, state.ema, state.unsent))
     return dataclasses.replace(state, model=model, ema=ema, unsent=unsent)
 
-  def report(self, made: Made, state: TrainState, written: Any) -> tuple[TrainState, Metrics]:
-    """See `Part`; remembers what is written, to find out whether it is still there."""
+  @override
+  def report(
+    self, result: UpdateResult, state: TrainState, written: Any
+  ) -> tuple[TrainState, Metrics]:
+    # The checksums show in the next step whether other code has written to the weights.
     assert state.reflex is not None
     reflex = state.reflex._replace(written=tensors.checksums(written), knows=jnp.asarray(True))
     # The counter before the update, which must be the host's.
-    return dataclasses.replace(state, reflex=reflex), {"reflex/step": made.before.step}
+    return dataclasses.replace(state, reflex=reflex), {"reflex/step": result.before.step}

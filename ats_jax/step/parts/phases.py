@@ -1,4 +1,4 @@
-"""New moments where a phase of a mixture begins (`optimizer.phase_moments`)."""
+"""Resets the moments where a phase of a mixture begins (`optimizer.phase_moments`)."""
 
 import dataclasses
 import functools
@@ -17,11 +17,11 @@ from ats_jax.step.state import TrainState
 
 @dataclasses.dataclass(frozen=True)
 class Phases(Part):
-  """Gives the first update of a phase the moments of step 0.
+  """Resets the optimizer state at the first update of each phase.
 
   Attributes:
-    cfg: with the phases.
-    optimizer: whose state is renewed.
+    cfg: the resolved config, with the phases.
+    optimizer: the optimizer whose state is reset.
   """
 
   cfg: Config
@@ -31,20 +31,20 @@ class Phases(Part):
   def update(
     self, inner: Update, state: TrainState, grads: Any, lr: jax.Array, loss: jax.Array
   ) -> tuple[TrainState, Metrics]:
-    return inner(renewed(self.cfg, self.optimizer, state, state.step), grads, lr, loss)
+    return inner(renew_moments(self.cfg, self.optimizer, state, state.step), grads, lr, loss)
 
 
-def renewed(
+def renew_moments(
   cfg: Config, optimizer: Optimizer, state: TrainState, since: jax.Array | int
 ) -> TrainState:
-  """`state` with an optimizer's state of step 0, if a phase begins in [since, state.step].
+  """Reset the optimizer state to that of step 0 if a phase begins in [since, state.step].
 
   The reflex counts updates as the optimizer does, so its count begins anew too.
 
   Args:
-    cfg: with the phases.
-    optimizer: whose state it is.
-    state: traced.
+    cfg: the resolved config, with the phases.
+    optimizer: the optimizer of the state.
+    state: a traced state.
     since: int32 scalar, 0-based; `state.step` for the update that is about to be made.
   """
   starts = jnp.array(phase_starts(cfg)[1:], jnp.int32)

@@ -1,4 +1,4 @@
-"""Sparse layers in a step: the buffers that steer them, and their metrics."""
+"""Sparse layers in a step: updates of routers' buffers, and metrics."""
 
 import dataclasses
 from typing import Any, override
@@ -8,12 +8,12 @@ import jax.numpy as jnp
 
 from ats_jax.config.schema import Config
 from ats_jax.model.decoder import Decoder
-from ats_jax.model.mod import Pass
+from ats_jax.model.forward_pass import Pass
 from ats_jax.model.moe import MoE
 from ats_jax.model.random import Purpose, fold
 from ats_jax.model.router import CLOSED, Router
 from ats_jax.model.stats import MoEStats, StackStats, by_layer, stack_layers
-from ats_jax.step.core import Made, Metrics, Part
+from ats_jax.step.core import Metrics, Part, UpdateResult
 from ats_jax.step.state import TrainState
 
 RESCUE_RATE = 0.15  # of the selection bias, where a router has collapsed
@@ -21,10 +21,10 @@ RESCUE_RATE = 0.15  # of the selection bias, where a router has collapsed
 
 @dataclasses.dataclass(frozen=True)
 class ExpertDropout(Part):
-  """Leaves experts out of a step, with the probability that the supervisor sets.
+  """Drops experts for a step, with the probability that the supervisor sets.
 
   Attributes:
-    cfg: `moe`.
+    cfg: the resolved config.
   """
 
   cfg: Config
@@ -38,33 +38,35 @@ class ExpertDropout(Part):
 
 @dataclasses.dataclass(frozen=True)
 class Sparse(Part):
-  """Moves biases and thresholds after an update, and reports how tokens were routed.
+  """Updates biases and thresholds after an update, and reports routing metrics.
 
   Attributes:
-    cfg: `moe` and `mod`.
+    cfg: the resolved config.
   """
 
   cfg: Config
 
   @override
-  def after(self, made: Made, state: TrainState) -> TrainState:
-    step = made.before.step
-    model = with_buffers(self.cfg, state.model, made.stats, step, made.rules, made.used)
+  def after(self, result: UpdateResult, state: TrainState) -> TrainState:
+    step = result.before.step
+    model = with_buffers(self.cfg, state.model, result.stats, step, result.rules, result.used)
     return dataclasses.replace(state, model=model)
 
   @override
-  def report(self, made: Made, state: TrainState, written: Any) -> tuple[TrainState, Metrics]:
+  def report(
+    self, result: UpdateResult, state: TrainState, written: Any
+  ) -> tuple[TrainState, Metrics]:
     del written
-    return state, sparse_metrics(self.cfg, state.model, made.stats)
+    return state, sparse_metrics(self.cfg, state.model, result.stats)
 
 
 def sparse_metrics(cfg: Config, model: Decoder, stats: StackStats) -> Metrics:
-  """Metrics of the sparse layers, and arrays by layer.
+  """Compute the metrics of the sparse layers, scalars and arrays by layer.
 
   Args:
-    cfg: `moe` and `mod`.
-    model: as the step left it.
-    stats: of the whole batch.
+    cfg: the resolved config.
+    model: the model after the step.
+    stats: statistics of the whole batch.
   """
   of_experts = _moe_metrics(cfg, model, stats) if cfg.moe.num_experts else {}
   return of_experts | (_mod_metrics(cfg, model, stats) if cfg.mod.routing != "none" else {})
@@ -80,7 +82,7 @@ def bias_rate(cfg: Config, step: jax.Array, violation: jax.Array) -> jax.Array:
   Args:
     cfg: `moe.bias_rate`, and `moe.bias_freeze`: over this last share of the run it falls to 0.
     step: int32 scalar, 0-based.
-    violation: of a layer, its highest load over the mean, less 1; any shape.
+    violation: the highest load of a layer over the mean load, less 1; any shape.
   """
   calm = cfg.moe.bias_rate
   more = max(RESCUE_RATE - calm, 0.0) if cfg.moe.bias_on == "logits" else 0.0
@@ -90,20 +92,20 @@ def bias_rate(cfg: Config, step: jax.Array, violation: jax.Array) -> jax.Array:
 
 
 def drop_experts(cfg: Config, model: Decoder, rate: jax.Array, key: jax.Array) -> Decoder:
-  """A model in which some experts of each layer are chosen by no token.
+  """Return a model in which no token chooses some experts of each layer.
 
-  Their selection bias is lowered beyond reach: what a token has left is renormalised as ever
-  (`moe.renormalize`), and the losses see the same logits. Enough stay for every token: one more
-  than `moe.top_k`, counted in any `moe.top_groups` groups.
+  Their selection bias is lowered beyond reach; the weights of a token's other experts are
+  renormalised as usual (`moe.renormalize`), and the losses see the same logits. Enough
+  experts stay for every token: one more than `moe.top_k`, counted in any `moe.top_groups` groups.
 
   Args:
-    cfg: `moe`.
-    model: not changed.
-    rate: probability of each expert, float32 scalar; with 0 the model is the same bit for bit.
-    key: of this step; the draw is the same on all devices and for all micro-batches.
+    cfg: the resolved config.
+    model: the model, which is not changed.
+    rate: the probability of each expert, float32 scalar; with 0 the model is bit-identical.
+    key: the key of this step; the draw is the same on all devices and for all micro-batches.
   """
   groups, least = cfg.moe.num_groups, -(-(cfg.moe.top_k + 1) // cfg.moe.top_groups)
-  model = _copied(model)
+  model = _copy(model)
   for number, blocks in enumerate(model.segments):
     for place, layer in enumerate(blocks.layers):
       if not isinstance(layer.mlp, MoE):
@@ -130,18 +132,18 @@ def with_buffers(
   rules: Pass,
   used: Decoder | None = None,
 ) -> Decoder:
-  """A model with the routers' biases moved against the load, and the thresholds after the scores.
+  """Return a model with updated buffers: biases by the load, thresholds by the scores.
 
   Args:
-    cfg: `moe` and `mod`.
-    model: not changed.
-    stats: of the whole batch.
+    cfg: the resolved config.
+    model: the model, which is not changed.
+    stats: statistics of the whole batch.
     step: int32 scalar, 0-based.
-    rules: that the step followed.
-    used: what made the step, if that had fewer experts (`drop_experts`); the bias of those rests.
+    rules: the rules of the step.
+    used: the model of the passes, if experts were dropped (`drop_experts`); their biases stay.
   """
   used = model if used is None else used
-  model = _copied(model)
+  model = _copy(model)
   for blocks, of_segment, were in zip(model.segments, stats.segments, used.segments, strict=True):
     for layer, of_layer, was in zip(blocks.layers, of_segment, were.layers, strict=True):
       if isinstance(layer.mlp, MoE):
@@ -155,8 +157,8 @@ def with_buffers(
   return model
 
 
-def _copied(model: Decoder) -> Decoder:
-  """The same arrays in modules of its own, to be written to."""
+def _copy(model: Decoder) -> Decoder:
+  """Copy the modules of a model but not their arrays, so that buffers can be replaced."""
   return jax.tree.map(lambda x: x, model)
 
 

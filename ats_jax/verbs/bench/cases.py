@@ -12,15 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ats_jax.ops.adamw import Rates, adamw
-from ats_jax.ops.cross_entropy import HEAD_AXES, linear_cross_entropy, x_axes
+from ats_jax.ops.adamw import UpdateScalars, adamw_update
+from ats_jax.ops.cross_entropy import HEAD_AXES, final_activation_axes, linear_cross_entropy
 from ats_jax.ops.dispatch import sort_by_expert, sum_rows, take_rows
 from ats_jax.ops.grouped_matmul import grouped_matmul
-from ats_jax.ops.quantise import E4M3, E5M2, cast_and_transpose, transposed
+from ats_jax.ops.quantise import E4M3, E5M2, cast_and_transpose, cast_transposed
 from ats_jax.ops.registry import Kernels
 from ats_jax.ops.rms_norm import rms_norm
 from ats_jax.ops.rope import rope, rope_table
-from ats_jax.ops.routing import Rule, route
+from ats_jax.ops.routing import RoutingRule, route
 from ats_jax.ops.swiglu import swiglu
 from ats_jax.sharding.apply import reshard
 
@@ -162,7 +162,7 @@ def rms_norm_case(rows: int, dim: int) -> Case:
 
 def quantise_case(rows: int, columns: int, slot: str, dtype=E4M3) -> Case:
   """Reads 2 bytes an element, writes 1 for each result."""
-  f = transposed if slot == "transposed" else cast_and_transpose
+  f = cast_transposed if slot == "transposed" else cast_and_transpose
   moved = (3 if slot == "transposed" else 4) * rows * columns
   return Case(
     "quantise",
@@ -194,7 +194,7 @@ def rope_case(batch: int, seq: int, heads: int, head_dim: int) -> Case:
 
 def routing_case(rows: int, experts: int, top_k: int, score: str = "softmax") -> Case:
   """Reads logits and selection, writes columns and weights; backward reads and writes logits."""
-  rule = Rule(top_k, score, True, 1.0)
+  rule = RoutingRule(top_k, score, True, 1.0)
   choices = 4 * rows * top_k
 
   def make(seed):
@@ -313,7 +313,7 @@ def cross_entropy_case(tokens: int, width: int, vocab: int, chunk: int = 8192) -
     return normal(seed, (1, tokens, width)), head, targets, jnp.ones((1, tokens))
 
   def f(kernels, x, head, targets, mask):
-    x, head = reshard(x, *x_axes(x)), reshard(head, *HEAD_AXES)
+    x, head = reshard(x, *final_activation_axes(x)), reshard(head, *HEAD_AXES)
     return linear_cross_entropy(x, head, targets, mask, 0.0, 0.0, chunk, kernels).objective / tokens
 
   arrays = 2 * width * (tokens + vocab)
@@ -341,8 +341,8 @@ def adamw_case(rows: int, width: int, moments: str = "float32") -> Case:
     return like(0, jnp.bfloat16, 0.02), like(1, jnp.bfloat16, 1e-3), like(2, moments, 1e-3), nu
 
   def f(kernels, param, grad, mu, nu):
-    rates = Rates(0.5, 3e-4, 1 - 0.9**10, 1 - 0.95**10)
-    return adamw(param, grad, mu, nu, rates, **constants, kernels=kernels)
+    rates = UpdateScalars(0.5, 3e-4, 1 - 0.9**10, 1 - 0.95**10)
+    return adamw_update(param, grad, mu, nu, rates, **constants, kernels=kernels)
 
   return Case(
     "adamw",

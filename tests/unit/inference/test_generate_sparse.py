@@ -11,7 +11,7 @@ from helpers import make_decoder, pack, thorough_but, tiny_config
 from ats_jax.config.schema import SampleConfig
 from ats_jax.data.tokens.tokenizer import ByteTokenizer
 from ats_jax.inference.generator import generate_tokens
-from ats_jax.model.mod import Pass, rules_at
+from ats_jax.model.forward_pass import Pass, rules_at
 from ats_jax.sharding.apply import reshard
 from ats_jax.step.parts.sparse import with_buffers
 

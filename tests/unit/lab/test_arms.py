@@ -9,7 +9,7 @@ import pytest
 from helpers import make_test_mesh, random_rows, tiny_config
 
 from ats_jax.orchestrator.supervisor import Supervisor
-from ats_jax.step.reflex import WARM
+from ats_jax.step.reflex import WARMUP_SAMPLES
 from lab.faults.arms import ARMS, OTHER_ARMS, build_arm
 from lab.faults.bench import Bench, Suite
 from lab.faults.inject import Fault
@@ -36,7 +36,7 @@ def warm(name):
   """An arm after a while of calm steps."""
   arm = build_arm(name, CFG)
   state, memory = arm.program.init(), arm.memory
-  for _ in range(2 * WARM):
+  for _ in range(2 * WARMUP_SAMPLES):
     state, memory, _ = arm.step(state, memory, ROWS, CALM)
   return arm, state, memory
 
@@ -49,7 +49,7 @@ def reaction(name, *, rows=ROWS, **fault):
   new, _, metrics = arm.step(copy, memory, rows, given)
   pairs = zip(jax.tree.leaves(new.model), jax.tree.leaves(state.model), strict=True)
   moved = any(not np.array_equal(a, b) for a, b in pairs)
-  assert int(new.step) == 2 * WARM + 1
+  assert int(new.step) == 2 * WARMUP_SAMPLES + 1
   return metrics.on_host(), moved
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from helpers import make_test_mesh, tiny_config
 
-from ats_jax.planner.abstract import abstract_batch
+from ats_jax.planner.abstract import batch_on_mesh
 from ats_jax.step.objective import loss_sums
 from ats_jax.step.program import make_program
 from lab.flops import matmul_flops
@@ -114,14 +114,14 @@ MEASURED = {
 def test_against_xla_and_the_formula(mesh, settings):
   cfg = tiny_config(MEASURED | settings)
   plan = make_program(cfg)
-  state, batch = plan.init(abstract=True), abstract_batch(1, 2, 128)
+  state, batch = plan.init(abstract=True), batch_on_mesh(1, 2, 128)
   rules = plan.training_rules(cfg.num_steps)
   forward = jax.jit(lambda model, rows: loss_sums(model, rows, cfg.step, rules)[0])
 
-  of_forward = matmul_flops(forward, state.model, abstract_batch(2, 128))
+  of_forward = matmul_flops(forward, state.model, batch_on_mesh(2, 128))
   of_step = matmul_flops(plan.train_step, state, batch, rules)
   # XLA adds elementwise work, which is the larger the narrower the model.
-  xla = forward.lower(state.model, abstract_batch(2, 128)).compile().cost_analysis()["flops"]
+  xla = forward.lower(state.model, batch_on_mesh(2, 128)).compile().cost_analysis()["flops"]
   assert 1.0 <= xla / of_forward < 1.03
   xla = plan.train_step.lower(state, batch, rules).compile().cost_analysis()["flops"]
   assert 1.0 <= xla / of_step < 1.06
@@ -148,7 +148,7 @@ def test_no_matmul_of_experts_runs_twice(mesh, remat):
     cfg = tiny_config(MEASURED | {key.replace("__", "."): v for key, v in settings.items()})
     plan = make_program(cfg)
     rules = plan.training_rules(1)
-    return matmul_flops(plan.train_step, plan.init(abstract=True), abstract_batch(1, 2, 128), rules)
+    return matmul_flops(plan.train_step, plan.init(abstract=True), batch_on_mesh(1, 2, 128), rules)
 
   again = lambda **model: flops(step__remat=remat, **model) - flops(step__remat="none", **model)
   logits = 2 * (2 * 128) * 4 * 2 * 128  # tokens, experts, layers, width

@@ -4,7 +4,7 @@ import jax
 import pytest
 from helpers import make_decoder, tiny_config
 
-from ats_jax.model.count import PARTS, Part, count, size
+from ats_jax.model.count import COUNTED_PARTS, PartCount, count, size
 
 # Llama 3 8B (arXiv:2407.21783): its published count is 8.03e9 parameters.
 LLAMA_8B = {
@@ -101,13 +101,13 @@ def test_parameters_are_those_of_the_tree(mesh, tied):
 def test_experts(mesh):
   parts = counted(moe__num_experts=8, moe__top_k=2, moe__every=2, moe__num_shared=1).parts
   assert parts == {
-    "embedding": Part(TABLE, TABLE),
-    "attention": Part(4 * ATTENTION, 4 * ATTENTION),
-    "dense feed-forward": Part(4 * EXPERT, 4 * EXPERT),  # two dense layers, two shared experts
-    "experts": Part(2 * 8 * EXPERT, 2 * 2 * EXPERT),
-    "routers": Part(2 * 32 * 8, 2 * 32 * 8),
-    "norms": Part(4 * NORMS + 32, 4 * NORMS + 32),
-    "head": Part(TABLE, TABLE),
+    "embedding": PartCount(TABLE, TABLE),
+    "attention": PartCount(4 * ATTENTION, 4 * ATTENTION),
+    "dense feed-forward": PartCount(4 * EXPERT, 4 * EXPERT),  # two dense layers, two shared experts
+    "experts": PartCount(2 * 8 * EXPERT, 2 * 2 * EXPERT),
+    "routers": PartCount(2 * 32 * 8, 2 * 32 * 8),
+    "norms": PartCount(4 * NORMS + 32, 4 * NORMS + 32),
+    "head": PartCount(TABLE, TABLE),
   }
 
 
@@ -124,9 +124,9 @@ def test_spare_experts_are_never_active_and_null_experts_take_their_share(mesh):
   plain = counted(moe__num_experts=4, moe__top_k=2)
   spare = counted(moe__num_experts=4, moe__top_k=2, moe__spare_experts=4)
   null = counted(moe__num_experts=4, moe__top_k=2, moe__null_experts=4)
-  assert spare.parts["experts"] == Part(4 * 8 * EXPERT, plain.parts["experts"].active)
+  assert spare.parts["experts"] == PartCount(4 * 8 * EXPERT, plain.parts["experts"].active)
   # Half of the choices fall on experts that do nothing.
-  assert null.parts["experts"] == Part(4 * 4 * EXPERT, plain.parts["experts"].active / 2)
+  assert null.parts["experts"] == PartCount(4 * 4 * EXPERT, plain.parts["experts"].active / 2)
 
 
 def test_layers_that_skip_tokens(mesh):
@@ -148,9 +148,9 @@ def test_layers_that_skip_tokens(mesh):
 
 def test_experts_in_layers_that_skip_tokens(mesh):
   both = counted(moe__num_experts=8, mod__routing="learned", mod__capacity=0.25, mod__every=1)
-  assert both.parts["experts"] == Part(4 * 8 * EXPERT, 4 * EXPERT * 2 / 4)
+  assert both.parts["experts"] == PartCount(4 * 8 * EXPERT, 4 * EXPERT * 2 / 4)
   # Only the tokens that go through see the experts' router; all see the layer's own.
-  assert both.parts["routers"] == Part(4 * 32 * 9, 4 * 32 * (8 / 4 + 1))
+  assert both.parts["routers"] == PartCount(4 * 32 * 9, 4 * 32 * (8 / 4 + 1))
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_parts_add_up_and_buffers_are_no_parameters(mesh, settings):
   cfg = tiny_config(settings)
   model = abstract(cfg)
   counts = count(cfg, model, SEQ)
-  assert tuple(counts.parts) == PARTS
+  assert tuple(counts.parts) == COUNTED_PARTS
   assert counts.parameters == size(model) == sum(part.total for part in counts.parts.values())
   assert counts.active == pytest.approx(sum(part.active for part in counts.parts.values()))
   buffers = sum(leaf.size for leaf in jax.tree.leaves(model)) - counts.parameters

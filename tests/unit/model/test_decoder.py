@@ -19,7 +19,7 @@ from helpers import (
   tiny_config,
 )
 
-from ats_jax.model.block import Block, Tokens
+from ats_jax.model.block import Block, TokenContext
 from ats_jax.model.numerics import unroll_of
 from ats_jax.ops.rope import rope_table
 from ats_jax.sharding.apply import reshard
@@ -102,7 +102,7 @@ def test_the_scan_equals_a_loop_over_layers(mesh):
   model, rows = make_decoder(cfg), random_rows(cfg, 2)
   positions, segments = (reshard(rows[k], "batch", "seq") for k in ("positions", "segment_ids"))
   table = rope_table(positions, cfg.model.head_dim, cfg.model.rope_theta)
-  tokens = Tokens(positions, segments, table)
+  tokens = TokenContext(positions, segments, table)
   x = jnp.asarray(np.asarray(model.embed.weight[...])[rows["tokens"]])
   for index in range(3):
     block: Block = jax.tree.map(lambda leaf, i=index: leaf[i], model.segments[0].layers[0])

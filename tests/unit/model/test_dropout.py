@@ -9,9 +9,9 @@ import pytest
 from helpers import TRAINING, make_decoder, micro_batches, random_rows, tiny_config
 
 from ats_jax.model.block import dropout
-from ats_jax.model.mod import rules_at
+from ats_jax.model.forward_pass import rules_at
 from ats_jax.step.core import sums_and_grads
-from ats_jax.step.objective import Pretraining, make_eval_step, totals
+from ats_jax.step.objective import Pretraining, batch_totals, make_eval_step
 from ats_jax.step.program import make_program
 
 
@@ -69,7 +69,7 @@ def test_micro_batches_draw_their_own_masks(mesh):
   @jax.jit
   def gradient(model, first, second, key):
     batch = {k: jnp.stack([first[k], second[k]]) for k in first}
-    whole = totals(batch, TRAINING)._replace(counted=tokens)
+    whole = batch_totals(batch, TRAINING)._replace(counted=tokens)
     grads = sums_and_grads(Pretraining(cfg), model, batch, whole, key, TRAINING)[2]
     return grads.segments[0].layers[0].mlp.down.weight[...]
 

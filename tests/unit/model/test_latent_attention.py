@@ -13,7 +13,7 @@ from rope_reference import rotate
 from ats_jax.config.build import with_settings
 from ats_jax.config.schema import Config
 from ats_jax.model.block import tokens_at
-from ats_jax.model.count import Part, count
+from ats_jax.model.count import PartCount, count
 from ats_jax.model.latent_attention import LATENT_EPS, LatentAttention
 from ats_jax.model.numerics import numerics
 from ats_jax.ops.requirements import Device, cudnn_attention
@@ -179,9 +179,9 @@ def test_parameters_flops_and_cache_are_counted(mesh):
   model = jax.eval_shape(lambda: make_decoder(cfg))
   counts = count(cfg, model, seq_len=16)
   layer = 32 * 16 + 16 * 4 * 14 + 32 * (12 + 6) + 12 * 4 * (8 + 10) + 4 * 10 * 32
-  assert counts.parts["attention"] == Part(2 * layer, 2 * layer)
+  assert counts.parts["attention"] == PartCount(2 * layer, 2 * layer)
   norms = 2 * (2 * 32 + 16 + 12) + 32
-  assert counts.parts["norms"] == Part(norms, norms)
+  assert counts.parts["norms"] == PartCount(norms, norms)
   # Forward once, backward twice: scores of 14 and values of 10 multiply-adds a key and head.
   assert counts.flops_full - 6 * counts.active == 3 * 2 * 2 * 4 * (14 + 10) * 16
   assert kv_cache_bytes(cfg, model) == 2 * 16 * (12 + 6) * 4

@@ -15,9 +15,10 @@ import pytest
 from flax import nnx
 from helpers import make_test_mesh, named_leaves, pack, thorough_but, tiny_config
 
-from ats_jax.model.block import Block, Tokens
+from ats_jax.model.block import Block, TokenContext
+from ats_jax.model.forward_pass import Pass
 from ats_jax.model.layer_kinds import LayerKind
-from ats_jax.model.mod import Depth, Pass
+from ats_jax.model.mod import DepthRouter
 from ats_jax.model.numerics import numerics
 from ats_jax.model.param import merge, trainable
 from ats_jax.ops.rope import rope_table
@@ -174,7 +175,7 @@ def make_block(cfg, mod: bool = True, dtype: str = "float64") -> Block:
 def call(block, x, cfg, rules, key=None):
   on = lambda a: reshard(jnp.asarray(a), "batch", "seq")
   table = rope_table(on(POSITIONS), cfg.model.head_dim, cfg.model.rope_theta)
-  tokens = Tokens(on(POSITIONS), on(SEGMENTS), table)
+  tokens = TokenContext(on(POSITIONS), on(SEGMENTS), table)
   x = reshard(x, "batch", "seq", "act_embed")
   y, stats, went, _ = block(x, tokens, rules, layer=jnp.int32(LAYER), key=key)
   return y, stats.mod, went
@@ -295,7 +296,7 @@ def test_block_against_the_reference(wide, variant):
 
 def test_random_routing_draws_anew_in_training_and_by_position_in_evaluation(mesh):
   cfg = tiny_config(SMALL | {"mod.routing": "random", "mod.capacity": 0.3})
-  depth = Depth(cfg, numerics(cfg), nnx.Rngs(params=0))
+  depth = DepthRouter(cfg, numerics(cfg), nnx.Rngs(params=0))
   seq, half = 600, 300
   # A row of one document, and one of two: the same positions again.
   positions = np.stack([np.arange(seq), np.tile(np.arange(half), 2)]).astype(np.int32)
@@ -366,7 +367,7 @@ class Choice(NamedTuple):
 @functools.cache
 def chooser(training: bool, has_room: bool):
   cfg = tiny_config(SMALL | {"mod.routing": "learned", "model.d_model": WIDTH})
-  depth = Depth(cfg, numerics(cfg), nnx.Rngs(params=0))
+  depth = DepthRouter(cfg, numerics(cfg), nnx.Rngs(params=0))
   depth.weight[...] = jnp.eye(WIDTH)[0]
   depth.threshold[...], depth.updates[...] = jnp.float32(0.5), jnp.float32(1)
   rules = Pass(training, CAPACITY)
@@ -378,7 +379,9 @@ def chooser(training: bool, has_room: bool):
     positions = jnp.zeros_like(valid, jnp.int32)
     room = reshard(room, "batch") if has_room else None
     places = rules.places(SEQ)
-    chosen, stats = depth(x, positions, valid, rules, layer=0, key=None, places=places, room_B=room)
+    chosen, stats = depth(
+      x, positions, valid, rules, layer=0, key=None, places=places, free_places_B=room
+    )
     taken = chosen.take(x)
     ids = reshard(jnp.broadcast_to(jnp.arange(SEQ), valid.shape), "batch", "seq")
     return Choice(chosen, stats, taken, chosen.put(taken), chosen.take_ids(ids, -1))
@@ -429,7 +432,7 @@ def test_of_equal_scores_the_first_and_padding_never(training, has_room, levels,
 
 def test_running_quantile_against_numpy(mesh):
   cfg = tiny_config(SMALL | {"mod.routing": "learned", "mod.threshold_decay": 0.3})
-  depth = Depth(cfg, numerics(cfg), nnx.Rngs(params=0))
+  depth = DepthRouter(cfg, numerics(cfg), nnx.Rngs(params=0))
   chosen_stats = chooser(True, False)(
     np.ones((ROWS, SEQ, WIDTH), np.float32), np.ones((ROWS, SEQ), bool), np.zeros(ROWS, np.int32)
   ).stats

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from helpers import make_decoder, micro_batches, pack, random_rows, tiny_config
 
-from ats_jax.model.mod import Pass, rules_at
+from ats_jax.model.forward_pass import Pass, rules_at
 from ats_jax.model.stats import by_layer
 from ats_jax.step.objective import make_eval_step
 from ats_jax.step.parts.sparse import with_buffers

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from helpers import assert_trees_close, make_decoder, random_rows, tiny_config
 
-from ats_jax.model.block import Tokens
+from ats_jax.model.block import TokenContext
+from ats_jax.model.forward_pass import Pass
 from ats_jax.model.fp8 import fp8_layers
 from ats_jax.model.layer_kinds import LayerKind, layer_kinds
 from ats_jax.model.layout import Segment, mod_tokens, segments
-from ats_jax.model.mod import Pass
 from ats_jax.model.stats import by_layer
 from ats_jax.ops.embedding import embedding_lookup
 from ats_jax.ops.rope import rope_table
@@ -165,7 +165,7 @@ def test_segments_give_what_the_layers_give_one_by_one(mesh):
   @jax.jit
   def one(layer, x, index):
     table = rope_table(positions, cfg.model.head_dim, cfg.model.rope_theta)
-    return layer(x, Tokens(positions, ids, table), rules, layer=index)
+    return layer(x, TokenContext(positions, ids, table), rules, layer=index)
 
   table = model.embed.weight[...]
   x = embedding_lookup(table, rows["tokens"], jnp.float32, deterministic=False)

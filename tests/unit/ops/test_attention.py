@@ -298,7 +298,7 @@ def test_the_private_cudnn_functions_still_take_what_we_pass():
   accepted = inspect.signature(_compat.cudnn.dot_product_attention)
   with mock.patch.object(_compat.cudnn, "dot_product_attention") as private:
     private.return_value = q, jnp.zeros((3, 4, SEQ))
-    _, lse = _compat.cudnn_attention(q, k, v, *bounds, 0.5, window=8)
+    _, lse = _compat.cudnn_attention_forward(q, k, v, *bounds, 0.5, window=8)
   bound = accepted.bind(*private.call_args.args, **private.call_args.kwargs).arguments
   assert bound["scale"] == 0.5 and bound["sliding_window_length"] == 8
   for side in ("q", "kv"):

@@ -14,7 +14,7 @@ from helpers import make_test_mesh, pack, tiny_config
 
 from ats_jax.ops import _compat
 from ats_jax.ops.attention import block, cudnn
-from ats_jax.ops.attention.block import Rules, Tokens, merge
+from ats_jax.ops.attention.block import MaskRules, TokenPositions, merge_attention
 from ats_jax.ops.attention.causal import attention
 from ats_jax.ops.attention.cudnn import by_segment, by_token, segment_bounds, shared_bounds
 from ats_jax.ops.registry import choose_op
@@ -31,9 +31,9 @@ SEGMENTS = pack(LENGTHS, SEQ)[0]
 MAX_SEGMENTS = 6
 
 
-def tokens(part: slice | np.ndarray) -> Tokens:
+def tokens(part: slice | np.ndarray) -> TokenPositions:
   at = np.broadcast_to(np.arange(SEQ, dtype=np.int32), SEGMENTS.shape)
-  return Tokens(jnp.asarray(SEGMENTS[:, part]), jnp.asarray(at[:, part]))
+  return TokenPositions(jnp.asarray(SEGMENTS[:, part]), jnp.asarray(at[:, part]))
 
 
 @functools.cache
@@ -54,14 +54,14 @@ ALL = slice(None)
 def test_any_parts_of_the_keys_give_what_all_of_them_do(part_of_key, how):
   """Also where a query sees nothing of a part, and where a part has no key."""
   (q, k, v, dy), (window, soft_cap) = arrays(), how
-  rules, here = Rules(True, MAX_SEGMENTS, window, soft_cap), tokens(ALL)
+  rules, here = MaskRules(True, MAX_SEGMENTS, window, soft_cap), tokens(ALL)
   want, gradients = of_whole_rows(window, soft_cap)
   # A key of another part is in no segment: one shape for all examples.
   parts = [
     here._replace(ids_BT=jnp.where(jnp.array(part_of_key) == part, here.ids_BT, -1))
     for part in range(4)
   ]
-  y, lse = merge(*(run_forward(q, k, v, here, keys, rules) for keys in parts))
+  y, lse = merge_attention(*(run_forward(q, k, v, here, keys, rules) for keys in parts))
   np.testing.assert_allclose(y, want, RTOL, ATOL)
   shares = [run_backward(q, k, v, here, keys, y, lse, dy, rules) for keys in parts]
   for found, one in zip(map(sum, zip(*shares, strict=True)), gradients, strict=True):
@@ -88,7 +88,7 @@ run_backward = jax.jit(block.backward, static_argnums=8)
 
 def test_nothing_merged_with_nothing_is_nothing():
   nothing = jnp.zeros((1, 1, 1, 2)), jnp.full((1, 1, 1), -jnp.inf)
-  y, lse = merge(nothing, nothing)
+  y, lse = merge_attention(nothing, nothing)
   assert not y.any() and jnp.isneginf(lse).all()
 
 
@@ -103,7 +103,7 @@ def test_cudnn_is_asked_for_the_segment_that_two_chunks_share(monkeypatch, v_wid
   """
   cudnn_stand_in.install(monkeypatch)
   q, k, v, dy = arrays(v_width)
-  whole = Rules(True, MAX_SEGMENTS)
+  whole = MaskRules(True, MAX_SEGMENTS)
   y, lse = run_forward(q, k, v, tokens(ALL), tokens(ALL), whole)
   chunk = [np.arange(i * CHUNK, (i + 1) * CHUNK) for i in range(CHUNKS)]
   both = np.concatenate([chunk[0], chunk[-1]])
@@ -150,12 +150,12 @@ def test_the_private_functions_take_queries_and_keys_of_different_segments():
   k, v = k[:, :CHUNK], v[:, :CHUNK]
   with mock.patch.object(_compat.cudnn, "dot_product_attention") as private:
     private.return_value = q, jnp.zeros((4, 4, SEQ))
-    _compat.cudnn_attention(q, k, v, *of_q, 0.5, of_keys=of_k)
+    _compat.cudnn_attention_forward(q, k, v, *of_q, 0.5, key_bounds=of_k)
   given = private.call_args.kwargs
   assert given["mask_type"] == _compat.cudnn.MaskType.PADDING
   assert given["q_offsets"] is of_q[0] and given["kv_offsets"] is of_k[0]
   assert given["q_seqlen"] is of_q[1] and given["kv_seqlen"] is of_k[1]
-  backward = functools.partial(_compat.cudnn_attention_backward, scale=0.5, of_keys=of_k)
+  backward = functools.partial(_compat.cudnn_attention_backward, scale=0.5, key_bounds=of_k)
   args = q, k, v, *of_q, q, jnp.zeros((4, 4, SEQ)), q
   assert [g.shape for g in jax.eval_shape(backward, *args)] == [q.shape, k.shape, v.shape]
   text = jax.jit(backward).trace(*args).lower(lowering_platforms=("cuda",)).as_text()

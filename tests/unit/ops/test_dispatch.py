@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ats_jax.ops.dispatch import place_in_bins, sort_by_expert, sum_rows, take_rows, window
+from ats_jax.ops.dispatch import place_in_bins, slot_window, sort_by_expert, sum_rows, take_rows
 
 # Few shapes, as each compiles anew; the contents are what varies.
 SHAPES = st.sampled_from([(1, 1, 1), (5, 1, 3), (6, 2, 2), (7, 3, 5)])  # tokens, choices, bins
 FEW = hypothesis.settings(max_examples=40)
 SORT = jax.jit(sort_by_expert, static_argnums=1)
 PLACE = jax.jit(place_in_bins, static_argnums=(1, 2))
-WINDOW = jax.jit(window, static_argnums=(1, 3))
+WINDOW = jax.jit(slot_window, static_argnums=(1, 3))
 
 
 @st.composite

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ats_jax.ops.expert_exchange import host_room
+from ats_jax.ops.expert_exchange import host_capacity
 
 
 @pytest.mark.parametrize(
@@ -18,7 +18,7 @@ from ats_jax.ops.expert_exchange import host_room
   ],
 )
 def test_room_on_a_host_is_for_tokens_and_not_for_their_choices(choices, hosts, groups, mean):
-  room = lambda factor: host_room(64, choices, hosts, factor, *groups)
+  room = lambda factor: host_capacity(64, choices, hosts, factor, *groups)
   assert room(1.0) == 64 * mean // hosts
   assert room(1.5) == min(64, 96 * mean // hosts)
   assert room(float(hosts)) == 64

@@ -6,10 +6,10 @@ import numpy as np
 import optax
 import pytest
 
-from ats_jax.ops.adamw import Rates, adamw, clip_scale
+from ats_jax.ops.adamw import UpdateScalars, adamw_update, clip_scale
 from ats_jax.ops.rms_norm import rms_norm
 from ats_jax.ops.rope import rope, rope_table
-from ats_jax.ops.routing import Rule, route
+from ats_jax.ops.routing import RoutingRule, route
 from ats_jax.ops.swiglu import clamped_swiglu, swiglu
 
 pytestmark = pytest.mark.compat
@@ -135,7 +135,7 @@ def np_route(logits, selection, rule):
 @pytest.mark.parametrize("renormalize", [True, False])
 @pytest.mark.parametrize("top_k", [1, 3])
 def test_routing(score, renormalize, top_k):
-  rule = Rule(top_k, score, renormalize, 2.5)
+  rule = RoutingRule(top_k, score, renormalize, 2.5)
   logits, bias = draw(0, 2, 3, 7), draw(1, 7)
   valid = np.array([[True, True, False], [True, False, True]])
   selection = logits + bias
@@ -156,7 +156,7 @@ def test_routing(score, renormalize, top_k):
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 def test_routing_where_all_scores_vanish(score):
   logits = jnp.full((1, 2, 4), -1e30)
-  f = lambda x: route(x, x, jnp.ones((1, 2), bool), Rule(2, score, True, 1.0))[1].sum()
+  f = lambda x: route(x, x, jnp.ones((1, 2), bool), RoutingRule(2, score, True, 1.0))[1].sum()
   assert np.all(np.isfinite(jax.grad(f)(logits)))
 
 
@@ -175,8 +175,8 @@ def test_adamw_follows_optax_and_its_definition(moments):
   for step in range(1, steps + 1):
     grad = draw(step, 6, 5) * (0.01 if step == 2 else 1.0)  # one that needs no clipping
     clip = clip_scale([jnp.asarray(grad, jnp.float32)], max_norm)
-    rates = Rates(clip, lr, 1 - b1**step, 1 - b2**step)
-    updated = adamw(got[0], jnp.asarray(grad, jnp.float32), *got[1:], rates, **constants)
+    rates = UpdateScalars(clip, lr, 1 - b1**step, 1 - b2**step)
+    updated = adamw_update(got[0], jnp.asarray(grad, jnp.float32), *got[1:], rates, **constants)
     got = list(updated[:3])
 
     true_norm = np.sqrt((grad**2).sum())

@@ -12,13 +12,13 @@ from helpers import make_test_mesh, tiny_config
 
 from ats_jax.config.schema.setting import when
 from ats_jax.ops import implementations, registry
-from ats_jax.ops.adamw import Rates, adamw
+from ats_jax.ops.adamw import UpdateScalars, adamw_update
 from ats_jax.ops.dispatch import sort_by_expert, sum_rows, take_rows
 from ats_jax.ops.registry import XLA, FallbackError, Kernels
 from ats_jax.ops.requirements import Device
 from ats_jax.ops.rms_norm import rms_norm
 from ats_jax.ops.rope import rope, rope_table
-from ats_jax.ops.routing import Rule, route
+from ats_jax.ops.routing import RoutingRule, route
 from ats_jax.ops.swiglu import swiglu
 from ats_jax.sharding.apply import reshard
 from ats_jax.verbs.bench.cases import toy_cases
@@ -57,7 +57,7 @@ def rotate(x, cos, sin):
 
 
 def route_forward(logits, selection, valid, *, top_k, score, renormalize, scale):
-  return route(logits, selection, valid, Rule(top_k, score, renormalize, scale))
+  return route(logits, selection, valid, RoutingRule(top_k, score, renormalize, scale))
 
 
 def route_backward(logits, column, dweight, *, top_k, score, renormalize, scale):
@@ -68,8 +68,8 @@ def route_backward(logits, column, dweight, *, top_k, score, renormalize, scale)
   return jax.vjp(weights, logits)[1](dweight)[0]
 
 
-def adamw_update(param, grad, mu, nu, rates, **constants):
-  out = adamw(param, grad, mu, nu, Rates(*rates), **constants)
+def adamw_kernel(param, grad, mu, nu, rates, **constants):
+  out = adamw_update(param, grad, mu, nu, UpdateScalars(*rates), **constants)
   return *out[:3], out.squares[None]
 
 
@@ -216,7 +216,7 @@ def cases():
   x, y = draw(0, 8, 4, 16), draw(1, 8, 4, 16)
   btf, heads = ("batch", "seq", "ff"), ("batch", "seq", "heads", "head_dim")
   positions = jnp.broadcast_to(jnp.arange(4), (8, 4))
-  rule = Rule(2, "softmax", True, 2.0)
+  rule = RoutingRule(2, "softmax", True, 2.0)
 
   def rope_of(slots, x):
     return rope(x, rope_table(reshard(positions, "batch", "seq"), 16, 100.0), slots)
@@ -227,10 +227,12 @@ def cases():
     return weights, columns, load
 
   def adamw_of(slots, p, g):
-    rates = Rates(0.5, 0.1, 0.3, 0.2)
+    rates = UpdateScalars(0.5, 0.1, 0.3, 0.2)
     moments = jnp.zeros_like(p), jnp.zeros_like(p)
     return tuple(
-      adamw(p, g, *moments, rates, b1=0.9, b2=0.99, eps=1e-8, weight_decay=0.1, kernels=slots)
+      adamw_update(
+        p, g, *moments, rates, b1=0.9, b2=0.99, eps=1e-8, weight_decay=0.1, kernels=slots
+      )
     )
 
   both = lambda f, b: {"forward": f, "backward": b}
@@ -251,7 +253,7 @@ def cases():
       route_of,
       [(x, ("batch", "seq", "router"))],
     ),
-    "adamw": ({"update": "adamw_update"}, adamw_of, [(a[0], ("embed", "ff")) for a in (x, y)]),
+    "adamw": ({"update": "adamw_kernel"}, adamw_of, [(a[0], ("embed", "ff")) for a in (x, y)]),
   }
 
 

@@ -17,7 +17,7 @@ from ats_jax.planner.budget import (
   budget,
   effective_tokens,
   parse_law,
-  render,
+  render_budget,
   tokens_worth,
 )
 
@@ -163,12 +163,12 @@ def test_what_is_said_of_too_little_and_too_much():
 
 def test_the_text():
   plan = budget(tiny_config(MOE), tokens=2e7, unique_tokens=5e6, tokens_per_sec=1e4)
-  text = render(plan)
+  text = render_budget(plan)
   assert "budget, by tokens: 20.0M tokens, 156,250 steps of 128" in text
   assert "epochs: 4.00, worth 18.6M fresh tokens" in text
   assert text.count("this budget") == 1
   assert max(map(len, text.splitlines())) <= 160
-  assert "GPU-hours" not in render(budget(tiny_config(VOCABULARY))).split("\n\n")[0]
+  assert "GPU-hours" not in render_budget(budget(tiny_config(VOCABULARY))).split("\n\n")[0]
 
 
 def test_a_law_of_ones_own():

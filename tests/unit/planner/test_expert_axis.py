@@ -7,7 +7,7 @@ from commands import forked
 from helpers import thorough_but, tiny_config
 
 from ats_jax.planner.describe import describe
-from ats_jax.planner.expert_axis import render, without_expert_axis
+from ats_jax.planner.expert_axis import render_expert_axis, without_expert_axis
 
 EXPERTS = {
   "model.vocab_size": 384,
@@ -54,7 +54,7 @@ def test_no_axis_is_preferred_where_it_takes_no_more():
   folded = describe(tiny_config(EXPERTS | {"mesh.fsdp": 8, "mesh.expert": 1}))
   parts = (folded["device_bytes_exact"], folded["device_bytes_estimated"])
   assert found["bytes"] == sum(sum(part.values()) for part in parts)
-  assert render(found)[0] == (
+  assert render_expert_axis(found)[0] == (
     "experts fit without an expert axis: prefer mesh.fsdp=8, mesh.expert=1."
   )
 
@@ -66,7 +66,7 @@ def test_a_mesh_without_the_axis_has_nothing_to_compare():
 
 def test_where_it_takes_more_the_user_decides():
   found = {"mesh.fsdp": 4, "bytes": 3 << 30, "bytes_with": 2 << 30, "prefer": False}
-  assert "takes 3.000 GiB a device, 1.000 more than this mesh" in render(found)[0]
+  assert "takes 3.000 GiB a device, 1.000 more than this mesh" in render_expert_axis(found)[0]
 
 
 def test_plan_says_so():

@@ -10,11 +10,11 @@ from commands import forked
 from helpers import tiny_config
 
 from ats_jax.config.validate import validate
-from ats_jax.planner.advice import fit_lines, memory_lines, reliefs
+from ats_jax.planner.advice import fit_lines, memory_lines, memory_savings
 from ats_jax.planner.describe import describe, planned_bytes
-from ats_jax.planner.fit import AXES, changed, fit, meshes, remats
+from ats_jax.planner.fit import AXES, fit, meshes, remats, with_settings
 from ats_jax.planner.hardware import COLLECTIVES, TYPICAL, Hardware, typical
-from ats_jax.sharding.rules import MESH_AXES, SHARDS
+from ats_jax.sharding.rules import MESH_AXES, ZERO_AXES
 
 DENSE = {"model.vocab_size": 384, "model.num_layers": 4, "data.batch_size": 16, "data.seq_len": 32}
 MOE = DENSE | {"moe.num_experts": 4, "moe.d_ff": 32}
@@ -42,22 +42,22 @@ def test_a_mesh_without_context_has_no_ring():
   assert found == {(1, False), (2, True), (4, True)}
   for mesh in meshes(cfg, 4):
     if mesh["mesh.context"] == 4:
-      validate(changed(cfg, mesh))
+      validate(with_settings(cfg, mesh))
 
 
 def test_gathered_weights_are_kept_where_a_run_takes_it():
   asked = {"mesh.keep_gathered": True, "mesh.copy_engines": True}
   cfg = tiny_config(DENSE | {"mesh.fsdp": 2} | asked)
   for mesh in meshes(cfg, 2):
-    cut = max(mesh[f"mesh.{axis}"] for axis in SHARDS) == 2
+    cut = max(mesh[f"mesh.{axis}"] for axis in ZERO_AXES) == 2
     shards = cut and mesh["mesh.zero"] == 3 and mesh["mesh.stage"] == 1
     assert mesh["mesh.keep_gathered"] == mesh["mesh.copy_engines"] == shards
   state = sum(fit(cfg, 2, 1000, RATES).plan["device_bytes_exact"].values())
   tried = fit(cfg, 2, state + 1000, RATES).considered  # more and more micro-batches
   assert len({c.settings["step.accum_steps"] for c in tried}) > 1
   for settings in (c.settings for c in tried):
-    validate(changed(cfg, settings))
-  looped = fit(changed(cfg, {"step.scan_unroll": 1}), 2, state + 1000, RATES).considered
+    validate(with_settings(cfg, settings))
+  looped = fit(with_settings(cfg, {"step.scan_unroll": 1}), 2, state + 1000, RATES).considered
   assert any(c.settings["mesh.keep_gathered"] for c in tried)
   assert not any(c.settings["mesh.keep_gathered"] for c in looped)  # a loop gathers in each pass
 
@@ -80,7 +80,7 @@ def every(cfg, devices):
     for accum in (n for n in (1, 2, 4, 8, 16) if cfg.data.batch_size % n == 0):
       settings = of_mesh | {"step.accum_steps": accum}
       try:
-        plan = describe(changed(cfg, settings), devices, RATES)
+        plan = describe(with_settings(cfg, settings), devices, RATES)
       except ValueError:
         continue
       found.append((plan["step_seconds"]["likely"], planned_bytes(plan), settings))
@@ -108,7 +108,7 @@ def test_the_pick_is_the_fastest_of_all_that_fit(settings, devices):
     fastest = min(seconds for seconds, size, _ in candidates if size <= limit)
     assert found.pick.seconds == pytest.approx(fastest)
     # The plan of the pick, asked for by itself, says the same.
-    alone = describe(changed(cfg, found.pick.settings), devices, RATES)
+    alone = describe(with_settings(cfg, found.pick.settings), devices, RATES)
     assert planned_bytes(alone) == found.pick.bytes <= limit
     assert alone == found.plan
     assert not any(c.fits for c in found.considered[:-1])
@@ -120,7 +120,7 @@ def test_the_pick_is_the_fastest_of_all_that_fit(settings, devices):
 @pytest.mark.thorough
 def test_experts_get_no_axis_where_they_fit():
   cfg = tiny_config(MOE | {"model.num_heads": 3, "model.num_kv_heads": 3, "model.d_model": 24})
-  copies = describe(changed(cfg, {"mesh.data": 2}), 2)
+  copies = describe(with_settings(cfg, {"mesh.data": 2}), 2)
   found = fit(cfg, 2, sum(copies["device_bytes_exact"].values()), RATES)
   assert found.pick is not None
   assert found.pick.settings["mesh.fsdp"] == 2 and found.pick.settings["mesh.expert"] == 1
@@ -196,7 +196,7 @@ def test_what_would_help_is_said_in_settings():
   plan = describe(cfg, 4)
   used = planned_bytes(plan)
   assert memory_lines(cfg, 4, plan, used)[0].startswith("fits: ")
-  helps = {json.dumps(relief.settings): relief.bytes for relief in reliefs(cfg, 4, plan)}
+  helps = {json.dumps(relief.settings): relief.bytes for relief in memory_savings(cfg, 4, plan)}
   assert helps[json.dumps({"mesh.data": 1, "mesh.fsdp": 4})] < used
   assert helps[json.dumps({"step.remat": "full"})] < used
   for text, size in helps.items():

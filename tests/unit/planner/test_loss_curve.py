@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ats_jax.planner.curve import Curve, fit, forecast, phase
+from ats_jax.planner.curve import Curve, fit_curve, forecast, schedule_phase
 
 STEPS = 1000
 
@@ -59,10 +59,10 @@ def test_a_known_law_is_found_again_with_the_help_of_a_shorter_run(
   shape = dict(alpha=alpha, gain=gain, memory=memory)
   short, rates = plan(600), plan()
   # The reference is another model: its loss differs, what annealing wins does not.
-  family = fit(observed(short, law(short, floor=floor + 0.2, scale=1.1 * scale, **shape)))
+  family = fit_curve(observed(short, law(short, floor=floor + 0.2, scale=1.1 * scale, **shape)))
   losses = law(rates, floor=floor, scale=scale, **shape)
   curve = observed(rates, losses, until=until)
-  found = forecast(curve, fit(curve, family))
+  found = forecast(curve, fit_curve(curve, family))
   assert found.loss == pytest.approx(last(losses), abs=0.02)
   low, high = found.interval(0.9)
   assert low < last(losses) < high
@@ -75,9 +75,9 @@ def test_intervals_cover_and_are_of_use(until):
   runs = 40
   inside, widths, errors = 0, [], []
   for seed in range(runs):
-    family = fit(observed(rates, losses, noise=0.02, seed=1000 + seed))
+    family = fit_curve(observed(rates, losses, noise=0.02, seed=1000 + seed))
     curve = observed(rates, losses, until=until, noise=0.02, seed=seed)
-    end = forecast(curve, fit(curve, family))
+    end = forecast(curve, fit_curve(curve, family))
     low, high = end.interval(0.9)
     noise = 0.02 / np.sqrt(2) * np.random.default_rng(2000 + seed).standard_normal()
     inside += low < last(losses) + noise < high
@@ -99,7 +99,7 @@ def test_correlated_scatter_counts_for_less():
       scatter = np.random.default_rng(seed).standard_normal(len(curve.steps) + 50)
       for i in range(1, len(scatter)):
         scatter[i] = memory * scatter[i - 1] + np.sqrt(1 - memory**2) * scatter[i]
-      noisy = fit(Curve(curve.steps, curve.losses + 0.02 * scatter[50:], curve.rates))
+      noisy = fit_curve(Curve(curve.steps, curve.losses + 0.02 * scatter[50:], curve.rates))
       of_seeds.append(np.sqrt(noisy.covariances[0, 0, 0]) / noisy.scatter)
     errors.append(np.mean(of_seeds))
   assert errors[1] > 1.4 * errors[0]
@@ -109,13 +109,13 @@ def test_before_the_decay_and_without_a_reference_it_is_a_bound_from_above():
   rates = wsd()
   losses = law(rates)
   curve = observed(rates, losses, until=0.6)
-  end = forecast(curve, fit(curve))
+  end = forecast(curve, fit_curve(curve))
   low, high = end.interval(0.9)
   assert (end.is_annealed, low) == (False, -np.inf)
   assert last(losses) < high
   # Once the decay shows, the run itself tells.
   curve = observed(rates, losses, until=0.9)
-  end = forecast(curve, fit(curve))
+  end = forecast(curve, fit_curve(curve))
   assert end.is_annealed
   assert end.loss == pytest.approx(last(losses), abs=0.02)
 
@@ -123,9 +123,9 @@ def test_before_the_decay_and_without_a_reference_it_is_a_bound_from_above():
 def test_another_plan_from_here_and_a_sharper_difference():
   rates = wsd()
   shape = dict(alpha=0.4, gain=1.5, memory=100)
-  family = fit(observed(rates, law(rates, **shape), noise=0.01, seed=1))
+  family = fit_curve(observed(rates, law(rates, **shape), noise=0.01, seed=1))
   curve = observed(rates, law(rates, **shape), until=0.5, noise=0.01)
-  fitted = fit(curve, family)
+  fitted = fit_curve(curve, family)
   sooner, later = wsd(715), wsd(2000)
   here = forecast(curve, fitted)
   for other in (sooner, later):
@@ -140,7 +140,7 @@ def test_another_plan_from_here_and_a_sharper_difference():
 
 def test_the_same_curve_gives_the_same_forecast():
   curve = observed(cosine(), law(cosine()), until=0.5, noise=0.01)
-  first, second = (forecast(curve, fit(curve)).samples for _ in range(2))
+  first, second = (forecast(curve, fit_curve(curve)).samples for _ in range(2))
   np.testing.assert_array_equal(first, second)
 
 
@@ -148,16 +148,16 @@ def test_a_rate_that_falls_by_a_rounding_error_tells_nothing_of_its_decay():
   rates = wsd()
   curve = observed(rates, law(rates), until=0.6)
   nearly = np.where(np.arange(STEPS) > 400, rates * (1 - 1e-7), rates)
-  assert not fit(Curve(curve.steps, curve.losses, nearly)).is_annealed
+  assert not fit_curve(Curve(curve.steps, curve.losses, nearly)).is_annealed
 
 
 def test_many_rows_are_averaged_without_a_bias():
   rates = wsd()
   losses = law(rates)
   dense = observed(rates, losses, until=0.9, every=1)
-  assert forecast(dense, fit(dense)).loss == pytest.approx(last(losses), abs=0.01)
+  assert forecast(dense, fit_curve(dense)).loss == pytest.approx(last(losses), abs=0.01)
   noisy = observed(rates, losses, until=0.9, every=1, noise=0.1)
-  assert fit(noisy).scatter == pytest.approx(0.1 / np.sqrt(20), rel=0.4)
+  assert fit_curve(noisy).scatter == pytest.approx(0.1 / np.sqrt(20), rel=0.4)
 
 
 @pytest.mark.parametrize(
@@ -170,13 +170,13 @@ def test_many_rows_are_averaged_without_a_bias():
 )
 def test_phases(plan, phases):
   for step, name in (phases | {STEPS: "end"}).items():
-    assert phase(plan(), step) == name, step
+    assert schedule_phase(plan(), step) == name, step
 
 
 def test_what_is_wrong_is_said():
   rates, losses = wsd(), law(wsd())
   with pytest.raises(ValueError, match=r"5 points after step 100, .* 8 are needed"):
-    fit(observed(rates, losses, until=0.2, every=20))
+    fit_curve(observed(rates, losses, until=0.2, every=20))
   losses[399] = np.nan
   with pytest.raises(ValueError, match="not finite at step 400"):
-    fit(observed(rates, losses))
+    fit_curve(observed(rates, losses))

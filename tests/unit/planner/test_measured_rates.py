@@ -8,7 +8,7 @@ from helpers import tiny_config
 
 from ats_jax.cluster.preflight import measure
 from ats_jax.planner import seconds
-from ats_jax.planner.describe import describe, render
+from ats_jax.planner.describe import describe, render_plan
 from ats_jax.planner.hardware import COLLECTIVES, Hardware
 from ats_jax.sharding.compressed import sent_bytes
 
@@ -22,7 +22,7 @@ RATES = Hardware(
 )
 
 ATTENTION = 6 * 2 * 4 * (8 + 8) * 16 / 2  # FLOPs of a token of the tiny model
-LOGITS = seconds.BYTES_OF_A_LOGIT * 384 * 8 * 16 / 4 / 1e10  # seconds on each of four devices
+LOGITS = seconds.BYTES_PER_LOGIT * 384 * 8 * 16 / 4 / 1e10  # seconds on each of four devices
 
 
 def test_seconds_of_a_collective():
@@ -82,10 +82,10 @@ def test_the_plan_uses_them():
   tokens = found["run"]["rows_per_step"] * found["run"]["seq_len"]
   dtype = found["run"]["compute_dtype"]
   flops = found["flops_per_token"]["training"] * tokens / 4
-  rate = seconds.IN_A_STEP * RATES.matmul_flops[dtype]
-  shortest = seconds.SHORTEST
-  falls = seconds.HALF_AT / shortest + shortest / seconds.FALLING
-  of_attention = seconds.LONGEST * seconds.NARROW_HEADS / (1 + falls)
+  rate = seconds.MATMUL_EFFICIENCY * RATES.matmul_flops[dtype]
+  shortest = seconds.MIN_LENGTH
+  falls = seconds.ATTENTION_HALF_LENGTH / shortest + shortest / seconds.ATTENTION_FALL_LENGTH
+  of_attention = seconds.MAX_ATTENTION_SHARE * seconds.NARROW_HEAD_SHARE / (1 + falls)
   assert parts["matmuls"] + parts["attention"] * of_attention == pytest.approx(flops / rate)
   assert parts["attention"] == pytest.approx(ATTENTION * tokens / 4 / (rate * of_attention))
   half = dataclasses.replace(RATES, matmul_flops={d: f / 2 for d, f in RATES.matmul_flops.items()})
@@ -199,7 +199,7 @@ def test_a_pipeline():
   ends += [2 * RATES.seconds("all_to_all", 4 * stream, 2)]
   assert parts["handed on"] == pytest.approx(handed + sum(ends))
   assert one["handed on"] == 0
-  rate = seconds.IN_A_STEP * RATES.matmul_flops["float32"]
+  rate = seconds.MATMUL_EFFICIENCY * RATES.matmul_flops["float32"]
   head = 6 * 384 * 32 * 8 * 16 / 4 / rate  # has no bubble
   in_layers = (one["matmuls"] - head) * ticks / 4
   assert parts["matmuls"] == pytest.approx(in_layers + head)
@@ -239,7 +239,7 @@ def test_what_is_computed_twice():
   once, twice = plan(data=4)["step_seconds"], plan(remat="full", data=4)["step_seconds"]
   head = 6 * 384 * 32
   assert once["parts"]["recomputed"] == 0
-  rate = seconds.IN_A_STEP * RATES.matmul_flops["float32"]
+  rate = seconds.MATMUL_EFFICIENCY * RATES.matmul_flops["float32"]
   layers = once["parts"]["matmuls"] - head * 8 * 16 / 4 / rate
   forward = layers + once["parts"]["attention"] + once["parts"]["elementwise"] - LOGITS
   assert twice["parts"]["recomputed"] == pytest.approx(forward / 3)
@@ -248,15 +248,15 @@ def test_what_is_computed_twice():
 
 def test_elementwise_ops_take_the_time_of_the_memory_that_they_go_through():
   one = plan(data=4)["step_seconds"]["parts"]["elementwise"] - LOGITS
-  numbers = 2 * (seconds.PASSES_OF_STREAM * 32 + seconds.PASSES_OF_FF * 64)  # of a token
+  numbers = 2 * (seconds.STREAM_PASSES * 32 + seconds.FF_PASSES * 64)  # of a token
   assert one == pytest.approx(4 * numbers * 8 * 16 / 4 / 1e10)
   experts = {"moe.num_experts": 4, "moe.top_k": 2, "moe.d_ff": 32, "moe.num_shared": 1}
   sparse = plan(settings=experts, data=4)["step_seconds"]["parts"]["elementwise"] - LOGITS
-  more = 2 * (seconds.PASSES_OF_FF * (3 * 32 - 64) + seconds.PASSES_OF_A_CHOICE * 2 * 32)
+  more = 2 * (seconds.FF_PASSES * (3 * 32 - 64) + seconds.CHOICE_PASSES * 2 * 32)
   assert sparse - one == pytest.approx(4 * more * 8 * 16 / 4 / 1e10)
   # `tensor` cuts widths, and the stream where positions are cut between sub-layers too.
   parts = lambda cut: plan(tensor=2, data=2, shard_residuals=cut)["step_seconds"]["parts"]
-  stream = 2 * seconds.PASSES_OF_STREAM * 32 * 8 * 16 / 2
+  stream = 2 * seconds.STREAM_PASSES * 32 * 8 * 16 / 2
   less = parts(False)["elementwise"] - parts(True)["elementwise"]
   assert less == pytest.approx(4 * stream / 2 / 1e10)
 
@@ -277,11 +277,11 @@ def test_stages_of_zero_differ_in_what_they_gather_and_scatter():
 
 def test_what_was_not_measured_is_said():
   alone = dataclasses.replace(RATES, devices=1, collectives={})
-  text = render(plan(alone, fsdp=4))
+  text = render_plan(plan(alone, fsdp=4))
   assert "weights gathered            not measured" in text
   with pytest.raises(ValueError, match="matmuls were measured in float16 only"):
     plan(dataclasses.replace(RATES, matmul_flops={"float16": 1e12}), fsdp=4)
-  assert "a step, from rates" not in render(plan(None, fsdp=4))
+  assert "a step, from rates" not in render_plan(plan(None, fsdp=4))
 
 
 def test_measured_here():

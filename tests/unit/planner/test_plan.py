@@ -9,7 +9,7 @@ from commands import forked, started
 from helpers import tiny_config
 
 from ats_jax.config import base_config, from_config_dict
-from ats_jax.planner.describe import describe, render
+from ats_jax.planner.describe import describe, render_plan
 from lab.model_tables import update
 
 
@@ -81,13 +81,13 @@ def test_what_sparse_layers_spare():
     flops["training"] / 3,
     flops["training_6n"] / 3,
   )
-  text = render(plan)
+  text = render_plan(plan)
   assert text.count("are saved") == 3
   assert "with both" in text
 
 
 def test_text_of_a_dense_run_mentions_nothing_that_it_lacks():
-  text = render(describe(tiny_config({"model.vocab_size": 384}), devices=2))
+  text = render_plan(describe(tiny_config({"model.vocab_size": 384}), devices=2))
   assert text.startswith("devices: 2 (stage=1, data=2, fsdp=1, expert=1, context=1, tensor=1)\n")
   assert "4 x 16 tokens" in text
   assert not any(word in text for word in ("experts", "routers", "saved", "ema,", "sums"))

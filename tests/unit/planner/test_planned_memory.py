@@ -11,13 +11,13 @@ import pytest
 from helpers import make_test_mesh, tiny_config
 
 from ats_jax.config.schema.setting import Table
-from ats_jax.planner.abstract import abstract_batch, abstract_mesh, abstract_state, device_bytes
-from ats_jax.planner.describe import describe, planned_bytes, render
+from ats_jax.planner.abstract import abstract_mesh, abstract_state, batch_on_mesh, device_bytes
+from ats_jax.planner.describe import describe, planned_bytes, render_plan
 from ats_jax.planner.memory import activations, kv_cache_bytes, peak, state_memory
 from ats_jax.sharding.apply import num_shards
 from ats_jax.sharding.mesh import on_mesh
 from ats_jax.step.core import sums_and_grads
-from ats_jax.step.objective import Pretraining, totals
+from ats_jax.step.objective import Pretraining, batch_totals
 from ats_jax.step.program import make_program, predicted_bytes
 
 SPARSE = {
@@ -55,9 +55,11 @@ def test_state_is_what_eight_devices_hold():
     state = plan.init()
     rules = plan.training_rules(1)
     grads = jax.eval_shape(
-      lambda s, b: sums_and_grads(Pretraining(cfg), s.model, b, totals(b, rules), s.key, rules)[2],
+      lambda s, b: sums_and_grads(
+        Pretraining(cfg), s.model, b, batch_totals(b, rules), s.key, rules
+      )[2],
       state,
-      abstract_batch(1, 8, 16),
+      batch_on_mesh(1, 8, 16),
     )
   assert parts["weights"] == on_first_device(state.model)
   assert parts["ema"] == on_first_device(state.ema) > parts["weights"]
@@ -161,7 +163,7 @@ def test_activations_are_cut_along_the_row():
   sizes = {"mesh.context": 2, "mesh.data": 2, "model.vocab_size": 384}
   cfg = tiny_config(sizes | {"step.loss_chunk_tokens": 4096})
   found = describe(cfg)
-  assert "at a time on each: 4 x 8 tokens" in render(found)
+  assert "at a time on each: 4 x 8 tokens" in render_plan(found)
   assert found["device_bytes_estimated"]["logits chunk"] == 4 * 8 * 384 * (4 + 4)
 
 
@@ -279,7 +281,7 @@ def test_the_last_layer_has_all_gradients():
     assert parts["stacks of gradients"] == of_layers and "gradients to come" not in parts
     assert parts["block's gradients"] == parts["recomputed block"] > 0
     assert planned_bytes(plan) > sum(plan["device_bytes_exact"].values())
-  text = render(plan)
+  text = render_plan(plan)
   assert "Largest moment of a step: the last layer of the backward pass" in text
   rows = re.findall(r"^  (.*?), (?:estimate|float32|bfloat16) +(-?[\d.]+)$", text, re.MULTILINE)
   assert {"weights", "gradients", "stacks of gradients"} <= {name for name, _ in rows}

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from ats_jax.sharding.compressed import BLOCK, MOST, dequantise, quantise
+from ats_jax.sharding.compressed import BLOCK, FORMAT_MAX, dequantise, quantise
 
 # Below the smallest normal number a CPU may take a scale for zero.
 FINITE = st.floats(-(2.0**100), 2.0**100, width=32, allow_subnormal=False)
@@ -18,7 +18,7 @@ SPARSE = hnp.arrays(np.float32, (2, BLOCK), elements=FINITE, fill=st.just(0.0))
 def test_a_value_is_off_by_a_sixteenth_or_half_of_the_least_step(x):
   q = quantise(jnp.asarray(x))
   assert q.bits.dtype == jnp.int8 and q.scales.shape == (2,)
-  scale = np.abs(x).max(axis=-1, keepdims=True) / MOST
+  scale = np.abs(x).max(axis=-1, keepdims=True) / FORMAT_MAX
   off = np.abs(np.asarray(dequantise(q)) - x)
   most = np.maximum(np.abs(x) / 16, scale * 2.0**-10)
   assert (off <= 1.01 * most + 1e-37).all()  # it may be rounded twice, by way of float16

@@ -14,7 +14,7 @@ from ats_jax.sharding.mesh import on_mesh, to_global
 from ats_jax.sharding.rules import (
   MESH_AXES,
   RULES,
-  SHARDS,
+  ZERO_AXES,
   current_plan,
   current_rules,
   spec,
@@ -26,7 +26,7 @@ from ats_jax.step.program import make_program
 
 def test_spec_translates():
   assert spec("batch", "seq", None) == jax.P(("data", "fsdp", "expert"), "context", None)
-  assert spec("layers", "embed", "ff") == jax.P("stage", SHARDS, "tensor")
+  assert spec("layers", "embed", "ff") == jax.P("stage", ZERO_AXES, "tensor")
   assert spec() == jax.P()
 
 
@@ -52,7 +52,7 @@ def test_the_tables_name_the_same_axes_and_only_mesh_axes(plan):
 @pytest.mark.parametrize("plan", RULES)
 def test_experts_are_cut_or_dealt_out_whole(plan):
   sharded = RULES[plan]["embed"]
-  assert sharded == (SHARDS if plan == "default" else None)
+  assert sharded == (ZERO_AXES if plan == "default" else None)
   with use_plan(plan):
     others = ("fsdp", "context") if sharded else None
     assert spec("stored_experts", "expert_embed", "ff") == jax.P("expert", others, "tensor")
@@ -83,7 +83,7 @@ def test_a_function_is_traced_anew_for_each_plan():
     first = weight().sharding.spec
     with use_plan("data_parallel"):
       assert weight().sharding.spec == jax.P(None, None)
-    assert weight().sharding.spec == first == jax.P(SHARDS, None)
+    assert weight().sharding.spec == first == jax.P(ZERO_AXES, None)
 
 
 @pytest.mark.parametrize("plan", RULES)

@@ -8,11 +8,11 @@ import pytest
 from helpers import make_test_mesh, tiny_config
 
 from ats_jax.planner.abstract import abstract_mesh, abstract_state
-from ats_jax.planner.describe import describe, render
+from ats_jax.planner.describe import describe, render_plan
 from ats_jax.sharding.apply import row_axis
 from ats_jax.sharding.mesh import on_mesh
 from ats_jax.sharding.pipeline import _slot, bubble, most_micro_batches, num_ticks
-from ats_jax.sharding.rules import SHARDS
+from ats_jax.sharding.rules import ZERO_AXES
 from ats_jax.step.program import make_program
 
 STAGED = {"mesh.data": 1, "mesh.stage": 2, "step.accum_steps": 4, "model.num_layers": 4}
@@ -46,7 +46,7 @@ def test_a_stage_has_the_moments_of_its_layers_alone(zero):
   cfg = tiny_config(STAGED | {"model.vocab_size": 384, "mesh.fsdp": 2, "mesh.zero": zero})
   with on_mesh(cfg, abstract_mesh(cfg)):
     moments = abstract_state(cfg).opt_state[1].mu
-  assert moments.segments[0].layers[0].mlp.gate.weight.sharding.spec[:2] == ("stage", SHARDS)
+  assert moments.segments[0].layers[0].mlp.gate.weight.sharding.spec[:2] == ("stage", ZERO_AXES)
 
 
 def test_the_bubble():
@@ -81,8 +81,8 @@ def test_the_planner_knows_a_stage():
   sizes = STAGED | {"model.vocab_size": 384}
   one, two = (describe(tiny_config(sizes | {"mesh.stage": n})) for n in (1, 2))
   text = "pipeline: 2 stages of 2 layers; 4 micro-batches take 5 ticks, of which a stage idles 1"
-  assert f"{text} (20.0%)" in render(two) and "pipeline:" not in render(one)
-  assert "at a time on each: 2 x 16 tokens" in render(two)
+  assert f"{text} (20.0%)" in render_plan(two) and "pipeline:" not in render_plan(one)
+  assert "at a time on each: 2 x 16 tokens" in render_plan(two)
   exact = lambda plan: plan["device_bytes_exact"]
   tables = 4 * (2 * 384 * 32 + 32)  # embedding, head and final norm, on each stage
   for part in ("weights", "mu", "gradients"):
@@ -94,7 +94,7 @@ def test_the_planner_knows_a_stage():
   assert not estimated(one)["handed on"] and not estimated(one)["recomputed stage"]
   rounds = describe(tiny_config(sizes | {"mesh.stage": 2, "mesh.stage_rounds": 2}))
   text = "pipeline: 2 stages of 2 x 1 layers; 2 rounds of 4 micro-batches take 9 ticks, of which a "
-  assert f"{text}stage idles 1 (11.1%)" in render(rounds)
+  assert f"{text}stage idles 1 (11.1%)" in render_plan(rounds)
   assert exact(rounds) == exact(two)
   half = estimated(two)["recomputed stage"] / 2
   assert estimated(rounds)["recomputed stage"] == pytest.approx(half, rel=0.01)

@@ -42,7 +42,7 @@ def test_an_option_of_the_run_that_xla_refuses_is_an_error():
 
 def test_a_default_that_xla_refuses_is_left_out_with_a_warning(monkeypatch, caplog):
   table = {"xla_gpu_none": "1", "xla_gpu_enable_dynamic_slice_fusion": "false"}
-  monkeypatch.setattr(compiler, "usual", lambda cfg, device: table)
+  monkeypatch.setattr(compiler, "default_options", lambda cfg, device: table)
   with caplog.at_level(logging.WARNING):
     assert options({}, "NVIDIA H200") == {"xla_gpu_enable_dynamic_slice_fusion": False}
   assert "xla_gpu_none=1, a default of NVIDIA H200, is left out" in caplog.text
@@ -78,7 +78,7 @@ def test_eight_bits_leave_matmuls_to_the_library(kind, fp8, wanted):
   keeps = {"precision.fp8_keep_first": 0, "precision.fp8_keep_last": 0} if fp8 else {}
   found = compiler_options(tiny_config({"precision.fp8": fp8, **keeps}), device_of(kind))
   assert found == ({"xla_gpu_enable_triton_gemm": False} if wanted else {})
-  assert compiler.for_evaluation(found | {"xla_gpu_other": True}) == found
+  assert compiler.evaluation_options(found | {"xla_gpu_other": True}) == found
 
 
 UNROLLED = {"model.num_layers": 32, "model.d_model": 4096, "model.num_heads": 32}
@@ -101,7 +101,7 @@ MANY = {"moe.num_experts": 64, "moe.top_k": 4}
   ],
 )
 def test_triton_is_not_timed_where_it_wins_nothing(kind, settings, wanted):
-  options = compiler.usual(tiny_config(settings), device_of(kind))
+  options = compiler.default_options(tiny_config(settings), device_of(kind))
   assert (options.get("xla_gpu_enable_triton_gemm") == "false") == wanted
   asked = {"xla_gpu_enable_triton_gemm": "true"}  # the run's own word goes before
   found = compiler_options(
@@ -117,7 +117,7 @@ def test_triton_is_not_timed_where_it_wins_nothing(kind, settings, wanted):
 def test_several_collectives_are_on_their_way_where_gathered_weights_are_kept(kind, keeps, wanted):
   cfg = tiny_config({"mesh.fsdp": 2, "mesh.keep_gathered": keeps})
   limit = "xla_gpu_experimental_parallel_collective_overlap_limit"
-  assert compiler.usual(cfg, device_of(kind)).get(limit) == wanted
+  assert compiler.default_options(cfg, device_of(kind)).get(limit) == wanted
 
 
 @pytest.mark.parametrize(
@@ -127,8 +127,8 @@ def test_several_collectives_are_on_their_way_where_gathered_weights_are_kept(ki
 )  # fmt: skip
 def test_permutations_are_copies_where_a_run_asks_for_it(kind, asked, wanted):
   cfg = tiny_config({"mesh.fsdp": 2, "mesh.copy_engines": asked})
-  options = compiler.usual(cfg, device_of(kind))
-  for found in (options, compiler.for_evaluation(dict(options))):
+  options = compiler.default_options(cfg, device_of(kind))
+  for found in (options, compiler.evaluation_options(dict(options))):
     assert found.get("xla_gpu_collective_permute_mode") == wanted
 
 

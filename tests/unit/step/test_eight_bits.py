@@ -15,7 +15,7 @@ from ats_jax.data.tokens.tokenizer import ByteTokenizer
 from ats_jax.inference.generator import generate
 from ats_jax.ops import fp8_matmul
 from ats_jax.step.core import sums_and_grads
-from ats_jax.step.objective import Pretraining, totals
+from ats_jax.step.objective import Pretraining, batch_totals
 from ats_jax.step.program import make_program
 
 SHAPE = {"model.num_layers": 4, "model.d_model": 64, "model.d_ff": 128, "model.head_dim": 16}
@@ -119,7 +119,7 @@ def test_the_rules_switch_them_off(mesh):
 
   def grad_norm(program, model):
     rules, batch = program.training_rules(1), rows(program.cfg, 0)
-    whole, key = totals(batch, rules), jax.random.key(0)
+    whole, key = batch_totals(batch, rules), jax.random.key(0)
     return optax.tree.norm(
       sums_and_grads(Pretraining(program.cfg), model, batch, whole, key, rules)[2]
     )

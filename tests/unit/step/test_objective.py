@@ -20,7 +20,7 @@ from ats_jax.config.schema import Config
 from ats_jax.data.batch import FIELDS, Field
 from ats_jax.sharding.mesh import to_global
 from ats_jax.step.core import sums_and_grads
-from ats_jax.step.objective import Contribution, Pretraining, target_logprobs, totals
+from ats_jax.step.objective import Contribution, Pretraining, batch_totals, target_logprobs
 from ats_jax.step.program import abstract_batch, make_program
 
 CFG = tiny_config({"step.accum_steps": 2, "optimizer.warmup_steps": 0})
@@ -45,15 +45,15 @@ class Preference:
   cfg: Config
   fields: ClassVar = {"reference_logprobs": Field(np.float32, "of another model")}
 
-  def __call__(self, model, batch, whole, rules, key):
+  def __call__(self, model, batch, totals, rules, key):
     logprobs_BT, stats = target_logprobs(model, batch, self.cfg.step, rules, key)
     losses, margins = preference_losses(logprobs_BT, batch)
-    pairs = whole.rows / 2
+    pairs = totals.rows / 2
     sums = {"loss": jnp.sum(losses), "won": jnp.sum(margins > 0.0), "margin": jnp.sum(margins)}
     return Contribution(jnp.sum(losses) / pairs, sums, stats)
 
-  def means(self, sums, whole):
-    pairs = whole.rows / 2
+  def means(self, sums, totals):
+    pairs = totals.rows / 2
     return {
       "train/loss": sums["loss"] / pairs,
       "train/accuracy": sums["won"] / pairs,
@@ -76,13 +76,13 @@ class PolicyGradient:
     "advantages": Field(np.float32, "how good the text was"),
   }
 
-  def __call__(self, model, batch, whole, rules, key):
+  def __call__(self, model, batch, totals, rules, key):
     logprobs_BT, stats = target_logprobs(model, batch, self.cfg.step, rules, key)
     gain = jnp.sum(surrogate(logprobs_BT, batch) * batch["loss_mask"])
-    return Contribution(-gain / whole.counted, gain, stats)
+    return Contribution(-gain / totals.counted, gain, stats)
 
-  def means(self, sums, whole):
-    return {"train/loss": -sums / whole.counted}
+  def means(self, sums, totals):
+    return {"train/loss": -sums / totals.counted}
 
 
 def dense_logprobs(model, rows):
@@ -129,9 +129,9 @@ def test_gradients_are_those_of_the_dense_objective(mesh, objective, dense, accu
   batch = micro_batches(rows, accum)
 
   def accumulated(model):
-    whole = totals(batch, TRAINING)
-    sums, _, grads = sums_and_grads(objective, model, batch, whole, jax.random.key(0), TRAINING)
-    return objective.means(sums, whole)["train/loss"], grads
+    totals = batch_totals(batch, TRAINING)
+    sums, _, grads = sums_and_grads(objective, model, batch, totals, jax.random.key(0), TRAINING)
+    return objective.means(sums, totals)["train/loss"], grads
 
   loss, grads = jax.jit(accumulated)(model)
   want, want_grads = jax.jit(jax.value_and_grad(dense))(model, rows)

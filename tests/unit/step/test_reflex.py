@@ -14,7 +14,7 @@ from ats_jax.model.param import trainable
 from ats_jax.step import tensors
 from ats_jax.step.optimizers import build_optimizer
 from ats_jax.step.program import make_program
-from ats_jax.step.reflex import REACH, WARM, Tracker
+from ats_jax.step.reflex import CLIP_SIGMAS, WARMUP_SAMPLES, Tracker
 from ats_jax.step.schedule import learning_rate
 from lab.faults.inject import Fault, with_faults
 
@@ -28,7 +28,7 @@ def assert_trees_equal(got, want):
 
 @jax.jit
 def observe(tracker, x):
-  return tracker.add(x, FLOOR, memory=0.98, reach=REACH), tracker.z(x, FLOOR)
+  return tracker.add(x, FLOOR, memory=0.98, reach=CLIP_SIGMAS), tracker.z(x, FLOOR)
 
 
 def tracked(values):
@@ -65,7 +65,7 @@ def test_one_outlier_moves_the_mean_by_a_share_of_its_reach_at_most():
   tracker = tracked(np.random.default_rng(0).normal(0.0, 0.2, 400))
   hit, z = observe(tracker, jnp.float32(1e6))
   assert z > 1e5
-  assert abs(float(hit.mean - tracker.mean)) <= REACH * float(tracker.std(FLOOR)) * 0.021
+  assert abs(float(hit.mean - tracker.mean)) <= CLIP_SIGMAS * float(tracker.std(FLOOR)) * 0.021
 
 
 def test_a_new_level_is_learned_although_every_sample_was_an_outlier():
@@ -158,7 +158,7 @@ def test_a_healthy_run_is_the_same_bit_for_bit(mesh, changes):
   calm = {"optimizer.learning_rate": 1e-3}
   runs = {mode: Run(mode, calm | changes) for mode in ("off", "observe", "act")}
   for run in runs.values():
-    run(WARM + 30)
+    run(WARMUP_SAMPLES + 30)
   for row in runs["act"].rows:
     assert row["reflex/skipped"] == 0.0
     assert row["reflex/grad_scale"] == row["reflex/rate_scale"] == 1.0
@@ -171,13 +171,13 @@ def test_a_healthy_run_is_the_same_bit_for_bit(mesh, changes):
 def test_the_learning_rate_that_is_reported_is_the_one_that_was_applied(mesh, mode):
   """With what the supervisor set, and with what the reflex held."""
   run = Run(mode)
-  calm, burst = run(WARM + 8), run(schedule=1e3)
+  calm, burst = run(WARMUP_SAMPLES + 8), run(schedule=1e3)
   for row in (calm, burst):
     factor = row.get("reflex/rate_scale", 1.0)
     np.testing.assert_allclose(
       row["train/learning_rate"], factor * row["train/scheduled_rate"], rtol=1e-5
     )
-  scheduled = learning_rate(run.program.cfg, np.array([WARM + 7, WARM + 8]))
+  scheduled = learning_rate(run.program.cfg, np.array([WARMUP_SAMPLES + 7, WARMUP_SAMPLES + 8]))
   np.testing.assert_allclose(
     [row["train/scheduled_rate"] for row in (calm, burst)],
     scheduled * np.array([1.0, 1e3]),
@@ -351,7 +351,7 @@ def test_the_passes_of_a_gpu_come_to_the_same(mesh):
 
   def steps(platform):
     run = Run("act", platform=platform)
-    run(WARM + 10)
+    run(WARMUP_SAMPLES + 10)
     run(gradient=1e6)
     run(2, schedule=10.0)
     return run

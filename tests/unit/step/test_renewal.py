@@ -92,7 +92,7 @@ def test_a_state_that_goes_on_behind_a_start_is_renewed(mesh):
 
   def is_new(made_at, goes_on):
     at = dataclasses.replace(copied(state), step=jnp.int32(goes_on))
-    found = program.caught_up(at, made_at)
+    found = program.catch_up(at, made_at)
     assert int(found.step) == goes_on
     assert_equal(found.model, state.model)
     moments = [np.any(x) for x in jax.tree.leaves(found.opt_state)]

@@ -11,12 +11,12 @@ from flax import nnx
 from helpers import TRAINING, assert_trees_close, micro_batches, named_leaves, pack, tiny_config
 
 from ats_jax.model.decoder import Decoder
-from ats_jax.model.mod import Pass
+from ats_jax.model.forward_pass import Pass
 from ats_jax.model.numerics import numerics
 from ats_jax.model.param import merge, trainable
 from ats_jax.model.stats import LayerStats, MoEStats, StackStats, by_layer
 from ats_jax.step.core import sums_and_grads
-from ats_jax.step.objective import Pretraining, Totals, loss_sums, routing_loss, totals
+from ats_jax.step.objective import Pretraining, Totals, batch_totals, loss_sums, routing_loss
 from ats_jax.step.parts.sparse import RESCUE_RATE, bias_rate, with_buffers
 from ats_jax.step.program import make_program
 
@@ -84,7 +84,7 @@ def step_of(cfg):
   def step(model, batch, weights):
     weighted = with_weights(cfg, weights)
     key = jax.random.key(0)
-    whole = totals(batch, TRAINING)
+    whole = batch_totals(batch, TRAINING)
     _, stats, grads = sums_and_grads(Pretraining(weighted), model, batch, whole, key, TRAINING)
     new = with_buffers(cfg, model, stats, jnp.int32(0), TRAINING)
     buffers = [{"bias": r.bias_E[...], "load": r.load_E[...]} for r in routers(new)]
@@ -213,7 +213,7 @@ def test_routing_loss_by_hand(mesh):
 
 def test_totals_count_no_padding(mesh):
   rows = ragged_rows()
-  whole = totals(micro_batches(rows, 2), Pass(training=True, capacity=0.5))
+  whole = batch_totals(micro_batches(rows, 2), Pass(training=True, capacity=0.5))
   assert whole.counted == rows["loss_mask"].sum()
   assert whole.real == 8 + 5 + 1 + 7 + 0 + 6 + 4 + 8
   assert whole.places == 4 + 4 + 1 + 4 + 0 + 4 + 4 + 4

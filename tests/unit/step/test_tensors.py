@@ -21,13 +21,13 @@ def test_both_sums_in_one_reduction_are_those_of_two(params, platform):
   directions = jax.tree.map(lambda x: 3.0 * x + 0.1, params)
   both = jax.jit(lambda x, y: tensors.squares_and_checksums(x, y, platform))
   squares_T, sums_T = both(directions, params)
-  assert squares_T.shape == sums_T.shape == (tensors.count(params),)
+  assert squares_T.shape == sums_T.shape == (tensors.num_tensors(params),)
   np.testing.assert_allclose(squares_T, tensors.squares(directions), rtol=1e-5)
   np.testing.assert_array_equal(sums_T, tensors.checksums(params))  # whole numbers
 
 
 def test_a_factor_reaches_its_tensor_alone(params):
-  factor_T = np.ones(tensors.count(params), np.float32)
+  factor_T = np.ones(tensors.num_tensors(params), np.float32)
   factor_T[2] = 0.5
   want = np.array(tensors.squares(params))
   want[2] *= 0.25

@@ -16,7 +16,7 @@ from helpers import (
 )
 
 from ats_jax.step.core import sums_and_grads
-from ats_jax.step.objective import Pretraining, loss_sums, totals
+from ats_jax.step.objective import Pretraining, batch_totals, loss_sums
 from ats_jax.step.optimizers.base import decay_mask
 from ats_jax.step.program import make_program
 from ats_jax.step.schedule import learning_rate
@@ -68,7 +68,7 @@ def test_accumulation_does_not_change_gradient_or_update(mesh):
 
 def grads_of(cfg, model, batch, key):
   """Loss sums and gradients of a dense model."""
-  whole = totals(batch, TRAINING)
+  whole = batch_totals(batch, TRAINING)
   sums, _, grads = sums_and_grads(Pretraining(cfg), model, batch, whole, key, TRAINING)
   return sums, grads
 

@@ -8,9 +8,9 @@ import pytest
 from helpers import make_test_mesh, tiny_config
 
 from ats_jax.model.count import count
-from ats_jax.model.mod import Pass
+from ats_jax.model.forward_pass import Pass
 from ats_jax.step.program import make_program
-from ats_jax.step.sparse_value import expert_efficiency, worth
+from ats_jax.step.sparse_value import expert_efficiency, sparse_value_metrics
 
 RULES = Pass(training=True, capacity=0.25)
 MOD = {"model.num_layers": 4, "mod.routing": "learned", "mod.capacity": 0.25}
@@ -28,7 +28,7 @@ def test_flops_saved_are_those_of_the_model_without_skipping(scope):
   assert counts.flops_saved(0.25) == pytest.approx(1.0 - counts.flops_causal / dense)
   assert counts.flops_saved(1.0) == pytest.approx(0.0)
   assert 0.0 < counts.flops_saved(0.5) < counts.flops_saved(0.25) < counts.flops_saved(0.0) < 1.0
-  assert worth(skipping, counts, RULES, {"mod/routed": 0.25}, {}) == {
+  assert sparse_value_metrics(skipping, counts, RULES, {"mod/routed": 0.25}, {}) == {
     "mod/flops_saved": counts.flops_saved(0.25)
   }
 

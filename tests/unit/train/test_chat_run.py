@@ -15,7 +15,7 @@ from ats_jax.data.chat.conversation import Message
 from ats_jax.data.splits import open_datasets
 from ats_jax.inference.load import load_run
 from ats_jax.step.core import sums_and_grads
-from ats_jax.step.objective import Pretraining, totals
+from ats_jax.step.objective import Pretraining, batch_totals
 
 # The rule: asked for a letter and a number, answer with the letter so many times.
 ASKED = [(letter, count) for letter in "abcdefghijklmnop" for count in (1, 2, 3, 4)]
@@ -105,7 +105,7 @@ def rows(cfg):
 @pytest.fixture(scope="module")
 def gradient(cfg):
   def of_batch(model, batch):
-    whole = totals(batch, TRAINING)
+    whole = batch_totals(batch, TRAINING)
     objective = Pretraining(cfg)
     sums, _, grads = sums_and_grads(objective, model, batch, whole, jax.random.key(0), TRAINING)
     return objective.means(sums, whole)["train/loss"], grads

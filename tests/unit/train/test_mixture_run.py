@@ -13,7 +13,7 @@ from ats_jax.data.sources import open_data, open_eval_sets
 from ats_jax.metrics.rows import read_jsonl
 from ats_jax.sharding.mesh import to_global
 from ats_jax.step.by_source import BySource
-from ats_jax.step.objective import Pretraining, totals
+from ats_jax.step.objective import Pretraining, batch_totals
 from ats_jax.step.program import make_program
 from ats_jax.train.loop import train
 
@@ -128,7 +128,7 @@ def test_the_loss_of_a_source_is_that_of_its_tokens_alone(make):
     batch = to_global(train_set.read(np.arange(16)), jax.sharding.get_mesh())
 
     def contribution(objective, batch):
-      whole = totals(batch, rules)
+      whole = batch_totals(batch, rules)
       part = objective(model, batch, whole, rules, None)
       return part.loss, objective.means(part.sums, whole)
 
