@@ -8,7 +8,8 @@ Prints the test files, one per line, or the single line `everything`; the reason
 A test file is affected if one of the files that it depends on has changed: the modules that it
 imports, at the top or inside of functions; what those import in turn; the modules whose dotted name
 is written in a string there, as registries do; and the data files whose name, or whose folder's
-name, is written there. A test that starts a process depends on the whole package.
+name, is written there. A test that starts a process depends on the whole package, and one that
+reads a document on the modules that are named in it.
 
 Everything is affected if the commit is not an ancestor, if what all tests share has changed, or if
 a file has changed of which no reader is known. Needs git and the standard library alone.
@@ -29,9 +30,11 @@ EVERYTHING = "everything"
 SHARED = re.compile(r"\.ci/(?!last-full-run)|Makefile|pyproject\.toml|constraints|tests/[^/]+\.py$")
 # What no test depends on.
 IGNORED = re.compile(r"\.github/|\.gitignore$|\.pre-commit|LICENSE$|CITATION|\.ci/last-full-run$")
-# Folders of modules that a command may import.
-PACKAGES = ("ats_jax", "lab", "configs", "kernels_cuda", "kernels_metal", "kernels_pallas")
+# Folders of modules: those that `ats-jax` may import, and all.
+INSTALLED = ("ats_jax", "configs", "kernels_cuda", "kernels_metal", "kernels_pallas")
+PACKAGES = (*INSTALLED, "lab")
 _DOTTED = re.compile(rf"\b(?:{'|'.join(PACKAGES)})(?:\.\w+)*\.\w*")
+_INSTALLED = {(name,) for name in INSTALLED}
 _STARTS_PROCESSES = {"subprocess", "multiprocessing"}
 
 
@@ -49,7 +52,12 @@ class Repository:
     for name in self.files:
       path = Path(name)
       if path.suffix != ".py" or path.parts[0] == "configs":
-        for key in {name, path.name, *map(str, path.parents)} - {"."}:
+        keys = {name, path.name}
+        if path.parts[0] != "ats_jax":  # a folder there has the name of a package, or of settings
+          keys |= {key for parent in path.parents for key in (str(parent), parent.name)}
+        if len(path.parts) == 1:
+          keys.add(f"*{path.suffix}")
+        for key in keys - {".", ""}:
           self._data[key].add(name)
     self._references: dict[tuple[str, bool], set[tuple[str, bool]]] = {}
     self._closures = {test: self._closure(test) for test in self.tests()}
@@ -63,7 +71,10 @@ class Repository:
     return sorted(n for n in self.files if re.fullmatch(r"tests/(?:.*/)?test_\w+\.py", n))
 
   def _closure(self, test: str) -> set[str]:
-    known, waiting = set[tuple[str, bool]](), [(test, True)]
+    # pytest loads the conftest of each folder; that of all tests counts by `SHARED` alone.
+    above = (f"{folder}/conftest.py" for folder in list(Path(test).parents)[:-2])
+    known = set[tuple[str, bool]]()
+    waiting = [(test, True), *((name, True) for name in above if name in self.files)]
     while waiting:
       current = waiting.pop()
       if current not in known:
@@ -76,18 +87,21 @@ class Repository:
 
     They do not in a package that is imported because one of its modules is.
     """
-    if not name.endswith(".py"):
-      return set[tuple[str, bool]]()
     if (name, late) not in self._references:
       self._references[name, late] = {*self._parse(name, late)}
     return self._references[name, late]
 
   def _parse(self, name: str, late: bool) -> Iterator[tuple[str, bool]]:
     folder = Path(name).parent
+    if name.endswith(".md"):  # its commands are run
+      for dotted in _DOTTED.findall((self._root / name).read_text(encoding="utf-8")):
+        yield from self._files_of(dotted.rstrip("."), folder)
+    if not name.endswith(".py"):
+      return
     nodes = list(_nodes(ast.parse((self._root / name).read_text(encoding="utf-8")), late))
     for module in _imported(folder.parts, nodes):
-      if module in _STARTS_PROCESSES and folder.parts[0] == "tests":
-        yield from ((file, True) for file in self.files if file.split("/")[0] in PACKAGES)
+      if module.split(".")[0] in _STARTS_PROCESSES and folder.parts[0] == "tests":
+        yield from ((file, True) for file in self.files if file.split("/")[0] in INSTALLED)
       yield from self._files_of(module, folder)
     if len(folder.parts) > 1 and folder.parts[0] == "tests":  # the data of tests stand with them
       yield from ((file, True) for file in self._data.get(str(folder), ()))
@@ -102,11 +116,14 @@ class Repository:
         start = dotted.replace(".", "/")
         yield from ((file, True) for file in self.files if file.startswith(start))
       yield from self._files_of(dotted.rstrip("."), folder)
-    for word in set(re.findall(r"[\w./-]+", text)):
+    for word in set(re.findall(r"(?:^\*)?[\w./-]+", text)):
       path = word.strip("/")
       key = path if path in self._data else path.rsplit("/", 1)[-1]
       if "." in key or "/" in word or word == text:  # a word of a sentence is not a folder
-        yield from ((file, True) for file in self._data.get(key, ()))
+        files = self._data.get(key, ())
+        if folder.parts[:1] in _INSTALLED:  # its messages name documents, which it does not read
+          files = (file for file in files if not file.endswith(".md"))
+        yield from ((file, True) for file in files)
 
   def _files_of(self, module: str, folder: Path) -> Iterator[tuple[str, bool]]:
     """The file of a module and of its packages; tests import helpers beside them by a bare name."""

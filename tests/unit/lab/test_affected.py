@@ -10,16 +10,23 @@ from lab.affected import Repository, affected, since
 FILES = {
   "ats_jax/__init__.py": "def __getattr__(name):\n  import ats_jax.api\n",
   "ats_jax/api.py": "import ats_jax.loop\n",
-  "ats_jax/leaf.py": "",
+  "ats_jax/leaf.py": 'MESSAGE = "See docs/guide.md."\n',
   "ats_jax/loop.py": "def train():\n  from ats_jax import leaf\n",
   "ats_jax/kinds.py": 'HOMES = {"one": "ats_jax.kind_one"}\n',
   "ats_jax/kind_one.py": "",
   "ats_jax/verbs/__init__.py": 'def find(verb):\n  return load(f"ats_jax.verbs.{verb}")\n',
   "ats_jax/verbs/plan.py": "",
-  "docs/guide.md": "",
+  "README.md": "",
+  "docs/guide.md": "python -m lab.table",
+  "kernels_cuda/csrc/own.cuh": "",
+  "kernels_cuda/library.py": 'SOURCES = FOLDER / "csrc"\n',
+  "lab/table.py": "",
   "docs/other.md": "",
   "launch/job.sh": "",
   "tests/helpers.py": "",
+  "tests/unit/commands/conftest.py": "from ats_jax import leaf\n",
+  "tests/unit/commands/test_readme.py": 'pages = ROOT.glob("*.md")\n',
+  "tests/unit/test_cuda.py": "from kernels_cuda import library\n",
   "tests/unit/beside.py": "from ats_jax import leaf\n",
   "tests/unit/numbers.json": "",
   "tests/unit/test_beside.py": '"""Not of ats_jax.loop."""\nimport beside\n',
@@ -49,7 +56,10 @@ def names(found):
 @pytest.mark.parametrize(
   ("changed", "expected"),
   [
-    ("ats_jax/leaf.py", {"beside", "leaf", "loop", "all"}),  # also inside of functions
+    (
+      "ats_jax/leaf.py",
+      {"beside", "leaf", "loop", "readme", "all"},
+    ),  # in functions, by a conftest
     ("ats_jax/loop.py", {"loop", "all"}),  # nothing here asks a package for its attributes
     ("ats_jax/kind_one.py", {"kinds", "all"}),  # by its name in a registry
     ("ats_jax/verbs/plan.py", {"verbs", "all"}),  # by the start of a name
@@ -57,7 +67,10 @@ def names(found):
     ("tests/unit/beside.py", {"beside"}),
     ("docs/guide.md", {"docs", "all"}),
     ("docs/other.md", {"all"}),
-    ("tests/unit/numbers.json", {"beside", "docs", "kinds", "leaf", "loop", "verbs"}),
+    ("README.md", {"readme"}),
+    ("lab/table.py", {"docs", "all"}),  # by a document
+    ("kernels_cuda/csrc/own.cuh", {"cuda", "all"}),  # by the name of its folder
+    ("tests/unit/numbers.json", {"beside", "cuda", "docs", "kinds", "leaf", "loop", "verbs"}),
     (".gitignore", set()),
     ("ats_jax/gone.py", set()),
   ],
