@@ -11,7 +11,7 @@ import pytest
 from commands import REPOSITORY, forked, started
 
 from ats_jax import exits
-from ats_jax.config.names import settings
+from ats_jax.config.names import KINDS, settings
 from ats_jax.verbs import GROUPS, VERBS, cli, listing
 
 COMMANDS = {
@@ -68,7 +68,7 @@ def test_help(name):
   assert teaches == ("config" in listed)
   if teaches:
     for name in re.findall(r"--config\.([a-z_.]+)=", text):
-      assert name in settings() or name == "section.name"
+      assert name in {*settings(), *KINDS, "section.name"}
 
 
 def test_help_of_a_verb_that_needs_a_word_lists_them():
