@@ -15,7 +15,6 @@ import sys
 import numpy as np
 import pytest
 
-from ats_jax.config.schema.reading import Streaming
 from ats_jax.data.rows.loader import TrainBatches
 from ats_jax.data.sources import open_data
 from ats_jax.data.tokens.tokenizer import ByteTokenizer
@@ -27,7 +26,7 @@ KINDS = {
     filters=("exact",),
     phases=({"weights": {"a": 2, "b": 1}, "steps": 5}, {"weights": {"a": 1, "b": 3}}),
   ),
-  "streamed": dict(reading=Streaming(window_mb=0.0015)),
+  "streamed": dict(reading={"name": "streaming", "window_mb": 0.0015}),
 }
 
 
