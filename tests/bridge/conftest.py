@@ -1,4 +1,4 @@
-"""Models of `transformers`, saved once a session; without the extra `hf` nothing here runs."""
+"""Models of `transformers`, saved once a session; nothing here runs without `torch` and `hf`."""
 
 import os
 
