@@ -218,6 +218,12 @@ CARRIED = frozenset(
     "return_dict",
     "chunk_size_feed_forward",
     "cache_implementation",
+    # Of experts: a configuration class writes them whatever the model has.
+    "output_router_logits",
+    "router_aux_loss_coef",
+    "aux_loss_alpha",
+    "seq_aux",
+    "ep_size",
   ]
 )
 # What an export writes itself.

@@ -95,10 +95,7 @@ def experts(
 
 def balance_fields(usual: float = 0.001) -> tuple[FieldRow, ...]:
   """Fields of training that balance experts; `usual` is what a missing weight of the loss means."""
-  return (
-    SettingField("router_aux_loss_coef", "moe.aux_loss", usual, null=usual),
-    ImpliedSettings((), ("output_router_logits",)),
-  )
+  return (SettingField("router_aux_loss_coef", "moe.aux_loss", usual, null=usual),)
 
 
 def gemma_fields() -> tuple[FieldRow, ...]:

@@ -187,7 +187,6 @@ OF_TRAINING: tuple[FieldRow, ...] = (
   *TRAINING,
   _Balance(),
   FixedField("num_nextn_predict_layers", 0, lack="no layers here predict further tokens"),
-  ImpliedSettings((), ("ep_size",)),
 )
 SHARED: tuple[FieldRow, ...] = (
   *size_fields(eps=1e-6),
