@@ -94,7 +94,7 @@ def check(cfg: Config) -> None:
   if cfg.data.order.num_lengths > 1:
     raise ValueError(
       f"bridge train has rows of one length, and --config.data.order={cfg.data.order.name} makes "
-      "several. Use shuffled."
+      "several. Use shuffled or difficulty."
     )
 
 
