@@ -56,7 +56,7 @@ RULES: Mapping[str, ShardingRules] = {
   "default": MappingProxyType(_DEFAULT),  # ZeRO-3
   # The weights whole along ZERO_AXES, but experts along `expert`.
   "data_parallel": MappingProxyType(_DATA_PARALLEL),
-  # Likewise, but not what else is as large as they are: see KEPT.
+  # Likewise, but not what else is as large as they are: see PART_PLANS.
   "zero_1": MappingProxyType(_DATA_PARALLEL),
   "zero_2": MappingProxyType(_DATA_PARALLEL),
 }

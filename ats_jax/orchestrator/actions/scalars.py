@@ -107,9 +107,8 @@ class SetLearningRateScale(Scalar):
 class SetSkips(Scalar):
   """Let the reflex leave out batches whose loss surprises, up to `bucket` of them at once.
 
-  With 5 and what the reflex gives back of it (`BUCKET_REFILL`), 1 % of 1,000 steps at most. It is
-  judged
-  before it is done: on the same batches, with and without (`policy/rates.py`).
+  With 5 and what the reflex gives back of it (`BUCKET_REFILL`), 1 % of 1,000 steps at most. The
+  action is judged before it is done, on the same batches with and without (`policy/rates.py`).
 
   Attributes:
     bucket: at most 5; 0 = all that is finite is trained on.

@@ -10,8 +10,7 @@ import optax
 
 from ats_jax.config.schema import Config
 from ats_jax.config.schema.optimizer import AdamW
-from ats_jax.ops.adamw import UpdateScalars, clip_scale
-from ats_jax.ops.adamw import adamw_update as adamw_update
+from ats_jax.ops.adamw import UpdateScalars, adamw_update, clip_scale
 from ats_jax.ops.registry import XLA, Kernels
 from ats_jax.step.optimizers.base import (
   Checked,
