@@ -5,6 +5,7 @@ from typing import Any, ClassVar, Self
 
 from ats_jax.config.schema.filters import ChangesText
 from ats_jax.config.schema.setting import Kinds, Table, setting, when
+from ats_jax.extensions import text_formats
 
 # Who speaks in a conversation.
 ROLES = ("system", "user", "assistant", "tool")
@@ -12,7 +13,11 @@ ROLES = ("system", "user", "assistant", "tool")
 TEMPLATES = ("chatml", "llama3", "qwen", "mistral", "gemma", "plain")
 OWN_TEMPLATE = "tokenizer"
 
-FORMATS = Kinds("data.format", "what files hold: text, or conversations, which a template writes")
+FORMATS = Kinds(
+  "data.format",
+  "what files hold: text, or conversations, which a template writes",
+  registry=text_formats,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,13 +45,13 @@ class Format:
     return self
 
 
-@FORMATS.register
+@FORMATS.of_part("ats_jax.data.text_format:TextFormat")
 @dataclasses.dataclass(frozen=True)
 class Text(Format):
   """Documents of text, or of token ids."""
 
 
-@FORMATS.register
+@FORMATS.of_part("ats_jax.data.chat.format:ChatFormat")
 @dataclasses.dataclass(frozen=True)
 class Chat(Format):
   """Conversations; of sources with names, those that are in `sources`."""

@@ -16,19 +16,22 @@ from ats_jax.data.text.formats.text import Piece
 from ats_jax.data.text.holdout import Split
 from ats_jax.data.text.report import Report
 from ats_jax.data.text.source import SourceFile
+from ats_jax.data.text_format import TextFormat
 from ats_jax.data.tokens.base import Tokenizer
 
 _CHUNK = 2**22  # tokens looked at a time
 
 
-class ChatFormat:
-  """Conversations; see `text_format.TextFormat`."""
+class ChatFormat(TextFormat):
+  """Conversations."""
 
   cuts = False
   reads_ids = False
 
-  def __init__(self, cfg: DataConfig, chat: Chat):
-    self._cfg, self._chat = cfg, chat
+  def __init__(self, cfg: DataConfig):
+    super().__init__(cfg)
+    assert isinstance(cfg.format, Chat)
+    self._chat = cfg.format
 
   @property
   def key(self) -> list[str]:

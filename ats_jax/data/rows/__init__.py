@@ -19,10 +19,11 @@ def row_order(cfg: DataConfig) -> RowOrder:
   Raises:
     ValueError: if there is none, or what is registered makes none.
   """
-  made = orders.find(cfg.order.name)()
+  order = orders.find(cfg.order.name)
+  made = order() if callable(order) else None
   if not isinstance(made, RowOrder):
     raise ValueError(
-      f"data.order.name={cfg.order.name!r} made {made!r:.80}: expected an "
-      "ats_jax.data.rows.contract.RowOrder."
+      f"data.order={cfg.order.name}: its extension registered {order!r:.80}. Register a class that "
+      "derives from ats_jax.data.rows.contract.RowOrder."
     )
   return made

@@ -280,9 +280,9 @@ class PartedOrder(RowOrder, Protocol):
     if rows.padding > MUCH_PADDING:
       logging.warning(
         "%.0f%% of the places in training rows are padding: a row holds documents of its part "
-        "only, and none of them is cut. Fewer parts pack better%s, and so does "
-        "data.packing=concat, which has no padding.",
+        "only. Fewer parts pack better%s%s.",
         100 * rows.padding,
         " (data.order.lengths)" if cfg.order.num_lengths > 1 else "",
+        ", and data.packing=concat has no padding" if documents.cuts else "",
       )
     return rows
