@@ -14,6 +14,7 @@ from helpers import tiny_config
 from ats_jax import extensions
 from ats_jax.config.build import with_settings
 from ats_jax.config.extend import load_extensions
+from ats_jax.config.schema.setting import Table
 from ats_jax.data.sources import open_data
 from ats_jax.data.splits import open_datasets
 from ats_jax.inference.load import load_run
@@ -230,6 +231,14 @@ class Half(RowOrder):
     return documents.pack(cfg, seed, documents.indices[::2], "train")
 
 orders.register("no_order")(lambda: 3)
+orders.register("instance")(Half())
+
+@dataclasses.dataclass(frozen=True)
+class OfSources(RowOrderConfig):
+  def check(self, cfg):
+    pass  # it goes with every source
+
+orders.register("of_sources", settings=OfSources)(Half)
 """
   text = "".join(f"{json.dumps({'text': f'the cat number {i:03} sat'})}\n" for i in range(90))
   (tmp_path / "cats.jsonl").write_text(text)
@@ -246,8 +255,13 @@ orders.register("no_order")(lambda: 3)
   parts = [ordered.place(row)[0] for row in range(ordered.info.num_rows)]
   assert parts == sorted(parts) and set(parts) == {0, 1, 2}
   assert opened("half").info.num_documents == 45
-  with pytest.raises(ValueError, match=r"data.order.name='no_order' made 3: expected an ats_jax"):
-    opened("no_order")
+  for name in ("no_order", "instance"):
+    with pytest.raises(ValueError, match=rf"data.order={name}: .* Register a class that derives"):
+      opened(name)
+  table = Table(a=("a.txt",))
+  sources = {"data.paths": (), "data.sources": table, "data.order": "of_sources"}
+  cfg = load_extensions(config(source, sources))  # by its rules, not by those of other orders
+  assert type(cfg.data.order).__name__ == "OfSources"
   cfg = config(source, common | {"data.order": "in_files"})
   train(cfg, tmp_path / "run")
   assert "part 2" in (tmp_path / "run" / "metadata.json").read_text()
@@ -385,7 +399,7 @@ def test_what_is_built_in_belongs_to_no_file_that_is_loaded_first(tmp_path):
   command = [sys.executable, "-c", FIRST, str(tmp_path / "mine.py")]
   result = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
   owners = [set(line.split()) for line in result.stdout.splitlines()]
-  assert owners == [{str(tmp_path / "mine.py")}, *[set()] * 4], result.stderr
+  assert owners == [{str(tmp_path / "mine.py")}, *[set()] * 5], result.stderr
 
 
 def test_what_is_built_in_is_registered_alike():
@@ -398,6 +412,7 @@ def test_what_is_built_in_is_registered_alike():
     extensions.schedules,
     extensions.optimizers,
     extensions.orders,
+    extensions.text_formats,
   ):
     assert all(callable(registry.find(name)) for name in registry)
 
