@@ -6,7 +6,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from program_cache import kept_programs
+from program_cache import ProgramCounter, kept_programs
 from xla_flags import QUICK, devices
 
 # Before jax is imported. GPU tests run with JAX_PLATFORMS=cuda in the environment.
@@ -28,6 +28,8 @@ import pytest  # noqa: E402
 from helpers import make_test_mesh  # noqa: E402
 from quick import is_quick  # noqa: E402
 
+ONLY = pytest.StashKey[set[Path] | None]()
+
 # Compilation makes the first example slow; the seed is fixed so that CI does not flicker.
 hypothesis.settings.register_profile("ats", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("ats")
@@ -36,19 +38,29 @@ hypothesis.settings.load_profile("ats")
 def pytest_addoption(parser):
   parser.addoption("--quick", action="store_true", help="only files that compile and start nothing")
   parser.addoption(
-    "--allow-none", action="store_true", help="end well where the files have no test of the kind"
+    "--only", metavar="LIST", help="a file of the names of test files: collect no others"
   )
 
 
+def pytest_configure(config):
+  config.pluginmanager.register(ProgramCounter(), "programs")
+  config.stash[ONLY] = None
+  if listed := config.getoption("only"):
+    config.stash[ONLY] = {config.rootpath / name for name in Path(listed).read_text().split()}
+
+
 def pytest_ignore_collect(collection_path, config):
-  if config.getoption("quick") and collection_path.match("test_*.py"):
-    return not is_quick(collection_path) or None
-  return None
+  if not collection_path.match("test_*.py"):
+    return None
+  only = config.stash[ONLY]
+  if only is not None and collection_path not in only:
+    return True
+  return (config.getoption("quick") and not is_quick(collection_path)) or None
 
 
 def pytest_sessionfinish(session, exitstatus):
-  if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and session.config.getoption("allow_none"):
-    session.exitstatus = pytest.ExitCode.OK
+  if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and session.config.getoption("only"):
+    session.exitstatus = pytest.ExitCode.OK  # the listed files may have no test of the kind
 
 
 def pytest_collection_modifyitems(items):

@@ -8,7 +8,10 @@ own instead.
 import os
 import shutil
 import zlib
+from collections import Counter
 from pathlib import Path
+
+import pytest
 
 MAX_BYTES = 2**30  # of some thousand programs, 10 kB each; then all are removed
 
@@ -27,3 +30,37 @@ def _processor() -> str:
   lines = info.read_text().splitlines() if info.exists() else []
   names = ("model name", "flags", "Features")
   return f"{zlib.crc32(str(sorted({x for x in lines if x.startswith(names)})).encode()):08x}"
+
+
+class ProgramCounter:
+  """A plugin that says how many programs of all processes of pytest the cache had."""
+
+  EVENTS = {
+    "/jax/compilation_cache/cache_hits": "found",
+    "/jax/compilation_cache/cache_misses": "compiled",
+  }
+
+  def __init__(self):
+    self._counts = Counter[str]()
+
+  def pytest_sessionstart(self):
+    from jax import monitoring  # here: the environment is set before jax is imported
+
+    monitoring.register_event_listener(self._count)
+
+  def _count(self, event: str, **_):
+    if event in self.EVENTS:
+      self._counts[self.EVENTS[event]] += 1
+
+  def pytest_sessionfinish(self, session):
+    if hasattr(session.config, "workeroutput"):  # a worker of xdist, which tells the one that sums
+      session.config.workeroutput["programs"] = dict(self._counts)
+
+  @pytest.hookimpl(optionalhook=True)
+  def pytest_testnodedown(self, node):
+    self._counts.update(getattr(node, "workeroutput", {}).get("programs", {}))
+
+  def pytest_terminal_summary(self, terminalreporter):
+    if number := self._counts.total():
+      found = self._counts["found"]
+      terminalreporter.write_line(f"compiled programs: {found} of {number} found in the cache")
