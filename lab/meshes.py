@@ -42,8 +42,19 @@ MODELS = {
 # For GPUs of 80 GB.
 MODELS["16"] = MODELS["experts"].replace("num_layers=24", "num_layers=16")
 MODELS["5B"] = MODELS["8B"].replace("num_layers=32", "num_layers=20")
+MODELS["fine"] = MODELS["experts"].replace(
+  "moe.num_experts=8 moe.top_k=2 moe.d_ff=7168", "moe.num_experts=64 moe.top_k=4 moe.d_ff=896"
+)
+MODELS["half"] = MODELS["fine"].replace("num_layers=24", "num_layers=12")  # for one GPU
+MODELS["14B"] = "model.num_layers=40 model.d_model=5120 model.num_heads=40 model.num_kv_heads=10 "
+MODELS["14B"] += "model.d_ff=13824 model.vocab_size=50304 model.tie_embeddings=true "
+MODELS["14B"] += (
+  "precision.param_dtype=float32 optimizer.mu_dtype=float32 optimizer.nu_dtype=float32"
+)
+MODELS["30B"] = "model.num_layers=48 model.d_model=8192 model.num_heads=64 model.num_kv_heads=16 "
+MODELS["30B"] += "model.d_ff=22016 model.vocab_size=50304 model.tie_embeddings=true step.remat=full"
 TOY = "model.vocab_size=512 model.num_layers=4 model.d_model=64 model.num_heads=8 "
-TOY += "model.num_kv_heads=2 model.d_ff=128 moe.d_ff=64 data.seq_len=64 step.scan_unroll=4"
+TOY += "model.num_kv_heads=2 model.d_ff=128 data.seq_len=64 step.scan_unroll=4"
 NO_TRITON = "xla_gpu_enable_triton_gemm=false"
 FLIGHTS = "xla_gpu_experimental_parallel_collective_overlap_limit="
 EARLY = "xla_gpu_experimental_collective_start_as_early_as_possible=true"
@@ -75,7 +86,8 @@ class Case:
   def flags(self) -> list[str]:
     """Of the run."""
     words = f"{COMMON} {MODELS[self.name.split()[0]]} {self.settings}"
-    words += f" {TOY}" if _TOY.value else ""
+    if _TOY.value:
+      words += f" {TOY}{' moe.d_ff=64' * ('moe.d_ff' in words)}"
     options = f"step.compiler_options={'' if _TOY.value else self.xla}"
     return [f"--config.{word}" for word in [*words.split(), options]]
 
@@ -193,6 +205,7 @@ def four() -> list[Case]:
     "tensor": "mesh.tensor=2 mesh.fsdp=2",
     "residuals": "mesh.tensor=2 mesh.fsdp=2 mesh.shard_residuals=true",
     "stages": "mesh.stage=2 mesh.fsdp=2 step.accum_steps=8",
+    "pipeline": "mesh.stage=4 step.accum_steps=16",
   }
   rows = {"1.5B": 32, "8B": 8, "16": 16}
   cases = [
@@ -212,6 +225,20 @@ def four() -> list[Case]:
   cases += [
     Case(f"16 four {name}", 4, f"data.batch_size=16 {mesh}", NO_TRITON, 6, "16 one", traced=False)
     for name, mesh in exchanges.items()
+  ]
+  sharded = {name: meshes[name] for name in ("fsdp", "keep", "copies")}
+  cases.append(Case("half one", 1, "data.batch_size=4", NO_TRITON, traced=False))
+  for model in ("half", "fine", "experts"):
+    cases += [
+      Case(f"{model} four {name}", 4, f"data.batch_size=16 {mesh}", NO_TRITON, 6,
+           "half one" if model == "half" else "", traced=False)
+      for name, mesh in (sharded | exchanges).items()
+    ]  # fmt: skip
+  eight = f"{meshes['copies']} precision.fp8=true"
+  cases += [
+    Case("8B four 8bit", 4, f"data.batch_size=8 {eight}", "", 6, traced=False),
+    Case("14B four fsdp", 4, "data.batch_size=4 mesh.fsdp=4", "", 20, traced=False),
+    Case("30B four fsdp", 4, "data.batch_size=4 mesh.fsdp=4", "", 20, traced=False),
   ]
   ways = {"swap": "", "ring": "mesh.context_ring=true", "copies": "mesh.copy_engines=true"}
   cases += [
