@@ -208,8 +208,10 @@ def four() -> list[Case]:
     "pipeline": "mesh.stage=4 step.accum_steps=16",
   }
   rows = {"1.5B": 32, "8B": 8, "16": 16}
+  staged = {"stages", "pipeline"}  # with as many rows a micro-batch as the case of one GPU has
   cases = [
-    Case(f"{model} four {name}", 4, f"data.batch_size={number} {mesh}",
+    Case(f"{model} four {name}", 4,
+         f"data.batch_size={32 if name in staged else number} {mesh}",
          NO_TRITON if model == "16" else "", 6, f"{model} one", traced=False)
     for model, number in rows.items()
     for name, mesh in meshes.items()
@@ -239,6 +241,17 @@ def four() -> list[Case]:
     Case("8B four 8bit", 4, f"data.batch_size=8 {eight}", "", 6, traced=False),
     Case("14B four fsdp", 4, "data.batch_size=4 mesh.fsdp=4", "", 20, traced=False),
     Case("30B four fsdp", 4, "data.batch_size=4 mesh.fsdp=4", "", 20, traced=False),
+    Case(
+      "30B four short", 4, "data.batch_size=4 data.seq_len=1024 mesh.fsdp=4", "", 20, traced=False
+    ),
+    Case(
+      "30B four loop",
+      4,
+      "data.batch_size=4 data.seq_len=1024 mesh.fsdp=4 step.scan_unroll=1",
+      "",
+      20,
+      traced=False,
+    ),
   ]
   ways = {"swap": "", "ring": "mesh.context_ring=true", "copies": "mesh.copy_engines=true"}
   cases += [
