@@ -1,6 +1,6 @@
 r"""Planned memory beside what was measured on one and two H200s and H100s.
 
-Needs no GPU. The measured bytes are those of docs/lab/performance.md; where there are none of
+Needs no GPU. The measured bytes are those of docs/lab/records; where there are none of
 today's program, what it was compiled to by lab/compile_for_gpu.py.
 Command: python -m lab.planned_memory
 """

@@ -1,6 +1,6 @@
 r"""Planned times beside steps that were measured on one and two H200s and H100s, by typical rates.
 
-Needs no GPU. The measured ones are those of docs/lab/performance.md.
+Needs no GPU. The measured ones are those of docs/lab/records.
 Command: python -m lab.planned_times
 """
 

@@ -111,8 +111,8 @@ def unroll_of(cfg: Config, platform: str) -> int:
   """Blocks per iteration of the scan over layers: `step.scan_unroll`, or what is fastest.
 
   In a loop XLA on a GPU copies what each layer reads and stores, or runs our kernels twice to avoid
-  the copies. Unrolled, a program takes longer to compile (docs/lab/performance.md). With
-  deterministic kernels an unrolled step stops in XLA's runtime (docs/lab/log.md).
+  the copies. Unrolled, a program takes longer to compile. With deterministic kernels an unrolled
+  step stops in XLA's runtime (docs/lab/log.md).
 
   Args:
     cfg: the resolved config.

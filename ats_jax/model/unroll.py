@@ -2,8 +2,7 @@
 
 `lax.scan(unroll=num_layers)` has two costs on a GPU. XLA copies each layer's weights out of the
 stack for the backward pass, because `jax.checkpoint` puts them behind a barrier. And XLA gathers
-the gradients of all layers inside every op that reads them (docs/lab/performance.md has both
-times).
+the gradients of all layers inside every op that reads them (docs/lab/records has both times).
 """
 
 import functools

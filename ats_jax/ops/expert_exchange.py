@@ -2,8 +2,9 @@
 
 For local arrays: call these inside an island. Each exchange has room for `factor` times the rows
 that a device receives on average. Rows that do not fit are computed in further passes with the same
-buffers, so that memory is bounded and nothing is dropped. Which exchange is for what:
-docs/internals/adr/0039-expert-exchange.md, 0047-hierarchical-exchange.md.
+buffers, so that memory is bounded and nothing is dropped. `allgather` suits the links within a
+host; `hierarchical` sends a token once to each host and gathers it there, as links between hosts
+are several times slower (docs/internals/adr/0039-expert-exchange.md).
 
 Letters: N tokens of a device, A of all devices along the axis, K choices of a token, M rows,
 D d_model, E experts of a device, X of all devices, S devices that send, R devices that receive,

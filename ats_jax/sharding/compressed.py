@@ -15,7 +15,8 @@ from ats_jax.sharding.apply import all_gather, all_to_all, axis_index, num_shard
 BLOCK = 256  # values that share a scale; the scales add 1.6 % to what is sent
 SCALE_BYTES = 4
 # Steps in proportion to a value: Adam divides each value by its own usual size, and equal steps (as
-# of int8) drown the small values of a block (docs/internals/adr/0048-gradients-in-8-bits.md).
+# of int8) drown the small values of a block; error feedback then sends them in bursts
+# (docs/lab/log.md).
 FORMAT = jnp.float8_e4m3fn
 FORMAT_MAX = float(jnp.finfo(FORMAT).max)
 

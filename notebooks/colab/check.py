@@ -1,6 +1,6 @@
 """What an install would change in this environment; fails if that is more than may change.
 
-Usage: python check.py REQUIREMENT, e.g. dist/ats_jax-0.2.0-py3-none-any.whl[colab]
+Usage: python check.py REQUIREMENT, e.g. dist/ats_jax-0.3.0-py3-none-any.whl[colab]
 
 Run it with the Python of Colab, or of an environment with Colab's packages (python3.12.txt and
 python3.13.txt beside this file). pip resolves; nothing is installed.

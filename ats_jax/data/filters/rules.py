@@ -2,7 +2,7 @@
 
 The rules of Gopher and C4 are datatrove's. A word is what stands between spaces, as in Gopher's
 paper. datatrove asks spaCy, to which each punctuation mark is a word, and so refuses text for its
-commas (docs/lab/filters.md).
+commas: by the rules of Gopher most of some technical prose (docs/lab/log.md).
 """
 
 import dataclasses
