@@ -49,26 +49,10 @@ VERBS_NOT_RUN = {
   "bridge verify": "likewise, and torch; tests/bridge does",
   "bridge train": "needs torch; tests/bridge trains so",
 }
-# Names that Python blocks take for granted, by document.
-GIVEN = {
-  "docs/guides/surgery.md": """
-import dataclasses
-import numpy as np
-from helpers import tiny_config
-from ats_jax.step.program import make_program
-import jax
-from ats_jax.sharding.mesh import make_mesh
-from ats_jax.config.text import text_of
-experts = {"moe.num_experts": 4, "moe.spare_experts": 1, "moe.d_ff": 16}
-cfg = tiny_config(experts | {"model.num_layers": 4})
-jax.set_mesh(make_mesh(cfg, jax.devices()[:1]))
-state = make_program(cfg).init()
-""",
-}  # fmt: skip
 # Documents whose commands and Python are run elsewhere.
 RUN_ELSEWHERE = {
   "docs/reference/api.md": "tests/unit/test_api.py",
-  "docs/guides/pytorch.md": "it needs torch; tests/bridge does the same",
+  "docs/guides/hugging_face.md": "it needs torch and models; tests/bridge does the same",
   "docs/reference/cli.md": "tests/unit/verbs/test_verbs.py parses each; guides show the same",
 }
 
@@ -195,7 +179,7 @@ def test_python_that_is_shown_runs(path, trained, tmp_path):
   script.write_text(
     "import doctest, os\n"
     f"os.chdir({str(tmp_path)!r})\n"
-    f"names, code = {{}}, {[GIVEN.get(identify(path), ''), *code]!r}\n"
+    f"names, code = {{}}, {code!r}\n"
     "for text in code:\n"
     "  names.pop('get_config', None)\n"
     "  if '>>> ' in text:\n"

@@ -271,7 +271,7 @@ orders.register("of_sources", settings=OfSources)(Half)
 
 
 def test_the_examples_of_the_guide(tmp_path):
-  guide = Path(__file__).parents[2] / "docs" / "guides" / "extensions.md"
+  guide = Path(__file__).parents[2] / "docs" / "guides" / "extending.md"
   examples = re.findall(r"```python\n(.*?)```", guide.read_text(), re.DOTALL)
   assert len(examples) == 5
   (tmp_path / "parts.py").write_text("\n".join(examples))
