@@ -1,6 +1,6 @@
 """What a run is made of by name, and what users add to it: one registry for each kind of part.
 
-A user's file that `extensions` in the config names (docs/guides/extensions.md):
+A user's file that `extensions` in the config names (docs/guides/extending.md):
 
   from ats_jax.extensions import schedules
 

@@ -27,7 +27,7 @@ from ats_jax.store import paths
 from ats_jax.verbs import cli
 from ats_jax.verbs.bridge_train import TRAIN
 
-# What counts as the same model: see docs/guides/bridge.md.
+# What counts as the same model: see docs/guides/hugging_face.md.
 MOST = {"float32": (1e-4, 1e-6), "bfloat16": (float("inf"), 1e-3)}
 
 IMPORT = """a workdir whose checkpoint 0 holds the weights of a folder

@@ -118,7 +118,7 @@ class Config:
   extensions: tuple[str, ...] = setting(
     (),
     "files or modules of yours that add metric writers, schedules, optimizers, data formats and "
-    "orders of rows (docs/guides/extensions.md); a workdir keeps them as name#hash",
+    "orders of rows (docs/guides/extending.md); a workdir keeps them as name#hash",
     resume="free",
   )
   model: ModelConfig = dataclasses.field(default_factory=ModelConfig)

@@ -66,7 +66,7 @@ def _direction(state, block, repeat, layer, expert) -> jax.Array:
   """A random unit vector [d_model], nearly orthogonal to the router's columns.
 
   What the tokens of an expert have in common lies along the columns: a vector with a part of it
-  would often send nearly all of them to one side (docs/guides/surgery.md).
+  would often send nearly all of them to one side (docs/guides/orchestrator.md).
   """
   columns_DE = reshard(_moe(state.model, block).router.weight[...][repeat], None, None)
   u = jax.random.normal(_key(state, layer, expert), columns_DE.shape[:1], columns_DE.dtype)

@@ -20,6 +20,6 @@ def build_optimizer(cfg: Config, platform: str, kernels: Kernels = XLA) -> Optim
     raise ValueError(
       f"optimizer.name={cfg.optimizer.name} made {made!r:.80}: expected an "
       "ats_jax.step.optimizers.base.Optimizer, which holds the whole chain. "
-      "docs/guides/own_optimizer.md shows one."
+      "docs/guides/extending.md shows one."
     )
   return made
