@@ -5,6 +5,7 @@ Sizes are cut down, paths of texts and workdirs are replaced by small ones, and 
 """
 
 import json
+import math
 import re
 import shlex
 import shutil
@@ -25,6 +26,7 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 SHELL = ("bash", "console")  # of a console, only what follows a `$`
 
 _FENCE = re.compile(r"^( *)```([\w-]*)[^\n]*\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
+_NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?")
 _STARTS = ("python -m ", ".venv/bin/", "ats-jax ", "make ", "pip ")
 
 # What makes a run of any config small. Settings that are shown but named here are not tried.
@@ -119,10 +121,12 @@ class Shown(NamedTuple):
   Attributes:
     line: the whole command, continued lines joined.
     error: how it is refused, if the line of a console below it begins with `error:`; else "".
+    output: the other lines of a console below it, without `...`.
   """
 
   line: str
   error: str = ""
+  output: tuple[str, ...] = ()
 
 
 def shown(path: Path) -> list[Shown]:
@@ -139,8 +143,26 @@ def shown(path: Path) -> list[Shown]:
       if is_command:
         found += [Shown(" ".join(one.split())) for one in asked.split(" && ")]
       elif line.startswith("error: ") and language == "console":
-        found[-1] = Shown(found[-1].line, line)
+        found[-1] = found[-1]._replace(error=line)
+      elif language == "console" and line.strip() not in ("", "..."):
+        found[-1] = found[-1]._replace(output=(*found[-1].output, line))
   return found
+
+
+def unlike(sample: tuple[str, ...], output: str) -> list[str]:
+  """The lines of a sample that an output lacks; numbers may be 5 % off."""
+  real = [_with_numbers(line) for line in output.splitlines()]
+  return [line for line in sample if not any(_is_like(_with_numbers(line), r) for r in real)]
+
+
+def _with_numbers(line: str) -> tuple[str, list[float]]:
+  words = " ".join(line.split())
+  return _NUMBER.sub("#", words), [float(n.replace(",", "")) for n in _NUMBER.findall(words)]
+
+
+def _is_like(one: tuple[str, list[float]], other: tuple[str, list[float]]) -> bool:
+  close = (math.isclose(a, b, rel_tol=0.05) for a, b in zip(one[1], other[1], strict=False))
+  return one[0] == other[0] and all(close)
 
 
 class Command(NamedTuple):

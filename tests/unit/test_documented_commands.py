@@ -18,6 +18,7 @@ from documents import (
   blocks,
   parse,
   shown,
+  unlike,
   write_texts,
 )
 
@@ -100,14 +101,14 @@ def seen():
 @pytest.mark.thorough
 def test_commands_that_are_shown_run(path, trained, seen, tmp_path):
   reader = Reader(tmp_path, trained, seen, path)
-  for line, error in shown(path):
-    if line not in seen and not PLACEHOLDER.search(line):
-      follow(reader, line, error)
+  for line, error, output in shown(path):
+    if (output or line not in seen) and not PLACEHOLDER.search(line):
+      follow(reader, line, error, output)
       seen.add(line)
 
 
-def follow(reader: Reader, line: str, error: str = "") -> None:
-  """Run a command, or see that what it names exists."""
+def follow(reader: Reader, line: str, error: str = "", output: tuple[str, ...] = ()) -> None:
+  """Run a command, or see that what it names exists; compare the output of a plan."""
   command = parse(line)
   kind = re.split(r"[./]", command.program)[0] or command.program
   if kind == "ats_jax":
@@ -123,6 +124,8 @@ def follow(reader: Reader, line: str, error: str = "") -> None:
     wanted = REFUSED if error else 0
     assert result.code == wanted, f"{line}\nended with {result.code}:\n{result.err[-2000:]}"
     assert error in result.err.replace(f"{reader.folder}/", ""), f"{line}\n{result.err[-2000:]}"
+    if verb == "plan":  # the one that is run at the size that is shown
+      assert not (lines := unlike(output, result.out)), f"{line}\nno longer prints {lines}"
   elif kind == "make":
     made = make(command.words)
     for words in re.findall(r"^\S*python (-m ats_jax .*)", made, re.MULTILINE):
@@ -213,6 +216,8 @@ def test_a_command_that_fails_is_noticed(trained, tmp_path):
     follow(reader, "wget something")
   with pytest.raises(AssertionError, match="no extra"):
     follow(reader, "pip install 'ats_jax[nothing]'")
+  assert unlike(("fits: 12.4 of 74.0 GiB",), "a\n  fits: 12.5 of 74.0 GiB\n") == []
+  assert unlike(("fits: 12.4 of 74.0 GiB",), "fits: 13.9 of 74.0 GiB") != []
 
 
 def test_languages_of_fences_are_known():
