@@ -17,7 +17,7 @@ _FIELDS = ("device_kind", "devices", "matmul_flops", "memory_bytes_per_sec", "co
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
-  """Measured rates of a machine.
+  """Rates of a machine.
 
   Attributes:
     device_kind: the kind of device, as jax names it.
@@ -27,6 +27,7 @@ class Hardware:
     collectives: seconds by size: {"all_gather": [[bytes, seconds], ...]}, sizes rising. The bytes
       are those of the array that each device holds before (all_reduce, reduce_scatter, all_to_all)
       or after it (all_gather). Empty where there is one device.
+    is_typical: whether the rates are those of `TYPICAL`; else they were measured.
   """
 
   device_kind: str
@@ -34,6 +35,7 @@ class Hardware:
   matmul_flops: Mapping[str, float]
   memory_bytes_per_sec: float
   collectives: Mapping[str, list[list[float]]]
+  is_typical: bool = False
 
   def seconds(self, collective: str, size: float, ways: int) -> float | None:
     """The seconds of a collective between `ways` devices; None = it was not measured.
@@ -139,4 +141,5 @@ def typical(name: str) -> Hardware:
     {dtype: row.matmul * 1e12 / (2 if dtype == "float32" else 1) for dtype in _DTYPES},
     row.memory * 1e9,
     {name: points(times) for name, times in rounds.items()},
+    is_typical=True,
   )

@@ -137,7 +137,7 @@ def step_seconds(
   least, most = total(waiting) + max(computing - total(waiting), talking), computing + talking
   return {
     "device_kind": hardware.device_kind,
-    "measured_devices": hardware.devices,
+    "measured_devices": 0 if hardware.is_typical else hardware.devices,
     "parts": parts,
     "least": least,
     "likely": (least + most) / 2,
@@ -419,9 +419,9 @@ def _sum(seconds: list[float | None]) -> float | None:
 def render_seconds(seconds: dict[str, Any], tokens: int) -> list[str]:
   """Render the result of `step_seconds` as lines; `tokens` is the number of tokens of a step."""
   show = lambda s: "not measured" if s is None else f"{s * 1e3:,.2f} ms"
-  lines = [
-    f"a step, from rates measured on {seconds['measured_devices']} x {seconds['device_kind']}"
-  ]
+  devices, kind = seconds["measured_devices"], seconds["device_kind"]
+  rates = f"rates measured on {devices} x {kind}" if devices else f"typical rates of {kind}"
+  lines = [f"a step, from {rates}"]
   lines += [f"  {name:<24}{show(part):>16}" for name, part in seconds["parts"].items()]
   lines.append(f"  {'weights hidden':<24}{show(seconds['least']):>16}")
   lines.append(f"  {'nothing hidden':<24}{show(seconds['most']):>16}")

@@ -9,7 +9,7 @@ from helpers import tiny_config
 from ats_jax.cluster.preflight import measure
 from ats_jax.planner import seconds
 from ats_jax.planner.describe import describe, render_plan
-from ats_jax.planner.hardware import COLLECTIVES, Hardware
+from ats_jax.planner.hardware import COLLECTIVES, Hardware, typical
 from ats_jax.sharding.compressed import sent_bytes
 
 KIB = 2**10
@@ -41,6 +41,14 @@ def test_the_file(tmp_path):
   path = tmp_path / "folder" / "hardware.json"
   RATES.save(path)
   assert Hardware.load(path) == RATES
+
+
+def test_the_text_says_whether_rates_were_measured():
+  times = {"parts": {}, "least": 1.0, "likely": 1.0, "most": 1.0, "device_kind": "a GPU"}
+  first_line = lambda devices: seconds.render_seconds(times | {"measured_devices": devices}, 1)[0]
+  assert first_line(4) == "a step, from rates measured on 4 x a GPU"
+  assert first_line(0) == "a step, from typical rates of a GPU"
+  assert typical("H100").is_typical and not RATES.is_typical
 
 
 @pytest.mark.parametrize(
