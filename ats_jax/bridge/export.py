@@ -103,7 +103,7 @@ def export(
   dtype: str = "",
   shard_bytes: int = SHARD_BYTES,
 ) -> dict[str, Any]:
-  """Write a folder that `transformers` and vLLM load; after a kill the same call goes on.
+  """Write a folder that `transformers` loads; after a kill the same call goes on.
 
   Args:
     source: a workdir.

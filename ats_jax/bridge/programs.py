@@ -1,5 +1,6 @@
 """The forward pass of a run as a program of its own: StableHLO, a graph of PyTorch, ONNX."""
 
+import importlib.util
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -47,9 +48,13 @@ def stablehlo(
     The files.
 
   Raises:
-    ValueError: if a kernel of this machine would be in it.
+    ValueError: if a kernel of this machine would be in it, or jax lacks the package to write it.
   """
   del cfg, opset
+  if importlib.util.find_spec("flatbuffers") is None:
+    raise ValueError(
+      "--format=stablehlo needs flatbuffers, which is not installed: pip install flatbuffers"
+    )
   chosen = {name for _, name in model.num.kernels.names}
   if chosen:
     raise ValueError(

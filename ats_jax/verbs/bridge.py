@@ -38,7 +38,7 @@ IMPORT = """a workdir whose checkpoint 0 holds the weights of a folder
 
 After a kill the same command goes on.
 """
-EXPORT = """a folder for transformers and vLLM, of a run's weights; or its forward pass
+EXPORT = """a folder for transformers, of a run's weights; or its forward pass
 
   ats-jax bridge export --workdir=runs/debug --folder=FOLDER
   ats-jax bridge export --workdir=runs/debug --folder=FOLDER --step=best --family=llama
