@@ -39,7 +39,7 @@ from ats_jax.orchestrator.trials.paired import Effect
 from ats_jax.step.schedule import warmup_steps
 
 # The margin: how far the probe's loss may be above its reference.
-LEAST_MARGIN = 0.02  # nats
+LEAST_MARGIN = 0.02  # nats that the margin has at least
 MARGIN_SIGMAS = 5.0  # standard deviations of the probe's loss between looks
 REFERENCE_MARGINS = 2.0  # margins above the reference, from which on no look widens the margin
 RAISED_RATE = 1.1  # times the rate at the reference, from which on the loss may rise for a while
@@ -61,16 +61,16 @@ JUDGED_AFTER_LOOKS = 2  # looks after an action, at which it is judged
 CROWDED_SHARE = 0.3  # share of dropped choices, from which on experts have too little room
 STARVED_CHECKS = 10  # looks in a row without tokens, after which an expert is dead
 ACTION_BUDGET = 3  # actions of the policy in BUDGET_STEPS
-BUDGET_STEPS = 1000
+BUDGET_STEPS = 1000  # steps in which the policy takes ACTION_BUDGET actions at most
 LADDER_RUNGS = 4  # which rollback in LADDER_LOOKS is a stop
-LADDER_LOOKS = 8
+LADDER_LOOKS = 8  # looks within which rollbacks are counted
 LADDER_RATE_FACTOR = 0.6  # of the learning rate, with each rollback from the second on
 LEAST_SCALE = 1e-3  # of the learning rate
 RECOVERY_FACTOR = 1.1  # of the learning rate, at each look of a recovery
 RECOVERY_LOOKS = 5  # looks in a row that found nothing, after which a recovery begins
 LATCH_HARMS = 2  # harmful actions in a row, after which the policy takes no others
 LATCH_JUDGED = 5  # judged actions after which it takes none if they did harm in sum
-LEAST_HARM = 0.005  # nats
+LEAST_HARM = 0.005  # nats of the probe's loss, below which nothing is called harm
 ROLLBACK = Rollback.__name__
 
 Wanted = tuple[Action, str, float, str]  # action, cause, confidence and reason of a decision
