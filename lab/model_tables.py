@@ -1,23 +1,15 @@
-"""Write the tables of docs/reference/models.md: exact sizes beside those that names promise.
-
-python -m lab.model_tables
-"""
+"""The tables of docs/reference/models.md: exact sizes of presets, and what their names promise."""
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 import jax
 
-from ats_jax.config.build import from_config_dict, with_settings
+from ats_jax.config.build import from_config_dict
 from ats_jax.config.presets import PRESETS, VARIANTS, preset
 from ats_jax.config.schema import Config
 from ats_jax.model.count import Counts, count
 from ats_jax.planner.abstract import abstract_mesh, abstract_state, resolve_without_data
 from ats_jax.planner.memory import kv_cache_bytes
-from ats_jax.verbs import cli
-
-BEGIN = "<!-- written by: python -m lab.model_tables -->"
-END = "<!-- end -->"
 
 # What the names promise: active, total.
 NOMINAL = {
@@ -42,20 +34,6 @@ NOMINAL = {
   "moe_small": ("2.9B", "9.23B"),
 }
 
-# An earlier table of ours: layers, d_model, heads, heads of keys and values, d_ff, vocabulary.
-EARLIER = {
-  "debug_200m": (12, 640, 8, 8, 2560, 1024),
-  "b1": (31, 1920, 12, 4, 5120, 50_304),
-  "b7": (32, 4096, 32, 8, 10_944, 50_304),
-  "b14": (40, 5120, 40, 10, 13_696, 50_304),
-  "b30": (48, 6656, 52, 13, 17_792, 50_304),
-  "b50": (56, 8192, 64, 16, 21_888, 50_304),
-  "b75": (64, 10_240, 80, 20, 27_328, 50_304),
-  "b100": (72, 12_288, 96, 24, 32_768, 50_304),
-  "b200": (88, 16_384, 128, 32, 43_712, 50_304),
-  "b300": (96, 20_480, 160, 40, 54_656, 50_304),
-}
-
 
 def sizes(cfg: Config) -> tuple[Config, Counts, int]:
   """A config as it is resolved, its counts, and bytes of keys and values of a row."""
@@ -63,30 +41,6 @@ def sizes(cfg: Config) -> tuple[Config, Counts, int]:
   with jax.sharding.use_abstract_mesh(abstract_mesh(cfg)):
     model = abstract_state(cfg).model
     return cfg, count(cfg, model, cfg.data.seq_len), kv_cache_bytes(cfg, model)
-
-
-def earlier(name: str, variant: str) -> Counts:
-  """Counts of a preset with the dimensions of the earlier table."""
-  names = ("num_layers", "d_model", "num_heads", "num_kv_heads", "d_ff", "vocab_size")
-  dims = {f"model.{key}": value for key, value in zip(names, EARLIER[name], strict=True)}
-  dims["data.bpe_vocab_size"] = dims["model.vocab_size"]
-  if variant == "moe":
-    dims["moe.num_experts"] = 8
-  return sizes(with_settings(from_config_dict(preset(name, variant)), dims))[1]
-
-
-def update(text: str) -> str:
-  """`text` with the tables between the markers written anew.
-
-  Raises:
-    ValueError: if it lacks the markers.
-  """
-  if text.count(BEGIN) != 1 or END not in text.split(BEGIN)[1]:
-    raise ValueError(
-      f"docs/reference/models.md: the tables lie between {BEGIN!r} and {END!r}, in that order."
-    )
-  before, rest = text.split(BEGIN)
-  return "".join([before, BEGIN, "\n", "\n".join(tables()), "\n", END, rest.split(END, 1)[1]])
 
 
 def tables() -> Iterator[str]:
@@ -97,10 +51,6 @@ def tables() -> Iterator[str]:
   yield from _dimensions(found)
   yield ""
   yield from _counts(found)
-  yield ""
-  yield "An earlier table of ours gave these names other dimensions:"
-  yield ""
-  yield from _earlier(found)
 
 
 Found = Mapping[tuple[str, str], tuple[Config, Counts, int]]
@@ -150,27 +100,6 @@ def _counts(found: Found) -> Iterator[str]:
     )
 
 
-def _earlier(found: Found) -> Iterator[str]:
-  yield from _row(
-    "preset", "layers, earlier", "d_model", "heads / kv", "d_ff", "vocabulary", "dense",
-    "moe: active / total", "moe, now", "its name says",
-    header=True,
-  )  # fmt: skip
-  for name, (layers, d_model, heads, kv_heads, d_ff, vocab_size) in EARLIER.items():
-    yield from _row(
-      f"`{name}`",
-      layers,
-      d_model,
-      f"{heads} / {kv_heads}",
-      d_ff,
-      vocab_size,
-      _short(earlier(name, "dense").parameters),
-      _active_of_total(earlier(name, "moe")),
-      _active_of_total(found[name, "moe"][1]),
-      _nominal(name),
-    )
-
-
 def _nominal(name: str) -> str:
   return " / ".join(NOMINAL.get(name, ("-",)))
 
@@ -190,15 +119,3 @@ def _short(number: float) -> str:
     if number >= size:
       return f"{number / size:.2f}{unit}"
   return f"{number / 1e6:.1f}M"
-
-
-def main(argv: list[str]) -> None:
-  """Write them."""
-  del argv
-  path = Path(__file__).parents[1] / "docs" / "reference" / "models.md"
-  path.write_text(update(path.read_text(encoding="utf-8")), encoding="utf-8")
-  print(f"wrote {path}")
-
-
-if __name__ == "__main__":
-  cli.run(main)

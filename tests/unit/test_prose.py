@@ -12,15 +12,6 @@ SOURCES = sorted(
 )
 COLUMNS = 120
 URL = re.compile(r"https?://\S+")
-# Documents with rows of tables that are wider: long names, or a definition in a cell.
-WIDE_TABLES = {
-  "CONTRIBUTING.md",
-  "docs/internals/architecture.md",
-  "docs/reference/api.md",
-  "docs/reference/cli.md",
-  "docs/reference/metrics.md",
-  "docs/reference/models.md",
-}
 # What says how the text came about, or points at something that no reader has.
 FORBIDDEN = (
   r"given out another time",
@@ -40,13 +31,13 @@ def identify(path: Path) -> str:
   return str(path.relative_to(ROOT))
 
 
-def wide_lines(text: str, *, tables: bool = True) -> list[int]:
-  """Numbers of the lines over `COLUMNS`, outside of fenced code and without their URLs."""
+def wide_lines(text: str) -> list[int]:
+  """Numbers of the lines over `COLUMNS`, outside of code and tables and without their URLs."""
   found, fenced = [], False
   for number, line in enumerate(text.splitlines(), 1):
     if line.lstrip().startswith("```"):
       fenced = not fenced
-    elif not fenced and (tables or not line.startswith("|")) and len(URL.sub("", line)) > COLUMNS:
+    elif not fenced and not line.startswith("|") and len(URL.sub("", line)) > COLUMNS:
       found.append(number)
   return found
 
@@ -59,11 +50,7 @@ def forbidden(text: str) -> list[str]:
 
 def test_documents_are_wrapped():
   texts = {identify(path): path.read_text(encoding="utf-8") for path in DOCUMENTS}
-  wide = [
-    f"{name}:{number}"
-    for name, text in texts.items()
-    for number in wide_lines(text, tables=name not in WIDE_TABLES)
-  ]
+  wide = [f"{name}:{number}" for name, text in texts.items() for number in wide_lines(text)]
   assert not wide, "\n".join(wide)
 
 
@@ -82,6 +69,6 @@ def test_the_rules_find_what_they_forbid():
     1,
     6,
   ]
-  assert wide_lines(f"| {long}|\n{long}", tables=False) == [2]
+  assert wide_lines(f"| {long}|\n{long}") == [2]
   assert forbidden("a machine that was given\n  # out another time") == ["given out another time"]
   assert forbidden("trained on seed 0, seed 100 and seed 00") == []

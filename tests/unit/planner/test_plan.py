@@ -2,7 +2,6 @@
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 from commands import forked, started
@@ -10,7 +9,6 @@ from helpers import tiny_config
 
 from ats_jax.config import base_config, from_config_dict
 from ats_jax.planner.describe import describe, render_plan
-from lab.model_tables import update
 
 
 @pytest.mark.thorough
@@ -91,13 +89,3 @@ def test_text_of_a_dense_run_mentions_nothing_that_it_lacks():
   assert text.startswith("devices: 2 (stage=1, data=2, fsdp=1, expert=1, context=1, tensor=1)\n")
   assert "4 x 16 tokens" in text
   assert not any(word in text for word in ("experts", "routers", "saved", "ema,", "sums"))
-
-
-@pytest.mark.thorough
-def test_the_models_page_is_up_to_date():
-  """Builds, counts and validates every variant of every preset."""
-  page = Path(__file__).parents[3] / "docs" / "reference" / "models.md"
-  text = page.read_text(encoding="utf-8")
-  assert update(text) == text, "run: python -m lab.model_tables"
-  with pytest.raises(ValueError, match="the tables lie between"):
-    update("no markers")
