@@ -222,7 +222,7 @@ values = updated(load_file("configs/debug.py").to_dict(), {
   "data.seq_len": 32, "data.batch_size": 8, "data.tokenizer": "bytes", "data.num_workers": 0,
   "data.validation_fraction": 0.3, "data.cache_dir": str(folder / "cache"),
   "optimizer.warmup_steps": 1, "eval.bigram_baseline": False, "eval.every_steps": 4,
-  "sample.max_tokens": 0, "log.progress": False, 
+  "sample.max_tokens": 0, "log.progress": False,
   "log.writers": "tensorboard,jsonl" if in_text else ("tensorboard", "jsonl"),
   "log.every_steps": 2, "orchestrator.mode": "off", "checkpoint.every_steps": 4,
 })

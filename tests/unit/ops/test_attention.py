@@ -85,7 +85,7 @@ def test_bfloat16_scores_are_summed_and_normalised_in_float32(mesh):
   assert got.dtype == jnp.bfloat16
   want = attention(
     *(a.astype(jnp.float32) for a in (q, k, v)),
-    segment_ids_BT=segments, max_segments=2, 
+    segment_ids_BT=segments, max_segments=2,
   )  # fmt: skip
   # Weights (float32) and the result are rounded to 8 bits once; a bfloat16 softmax over 512 keys
   # is wrong by several per cent.
