@@ -32,13 +32,14 @@ def _processor() -> str:
   return f"{zlib.crc32(str(sorted({x for x in lines if x.startswith(names)})).encode()):08x}"
 
 
+EVENTS = {
+  "/jax/compilation_cache/cache_hits": "found",
+  "/jax/compilation_cache/cache_misses": "compiled",
+}
+
+
 class ProgramCounter:
   """A plugin that says how many programs of all processes of pytest the cache had."""
-
-  EVENTS = {
-    "/jax/compilation_cache/cache_hits": "found",
-    "/jax/compilation_cache/cache_misses": "compiled",
-  }
 
   def __init__(self):
     self._counts = Counter[str]()
@@ -49,8 +50,8 @@ class ProgramCounter:
     monitoring.register_event_listener(self._count)
 
   def _count(self, event: str, **_):
-    if event in self.EVENTS:
-      self._counts[self.EVENTS[event]] += 1
+    if event in EVENTS:
+      self._counts[EVENTS[event]] += 1
 
   def pytest_sessionfinish(self, session):
     if hasattr(session.config, "workeroutput"):  # a worker of xdist, which tells the one that sums
