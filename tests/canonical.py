@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from helpers import TRAINING, make_test_mesh, micro_batches, random_rows, tiny_config
+from helpers import TRAINING, make_decoder, make_test_mesh, micro_batches, random_rows, tiny_config
 
 from ats_jax.config import Config
 from ats_jax.model.decoder import Decoder
@@ -98,9 +98,15 @@ def state(cfg: Config) -> TrainState:
   return copied(_initial(cfg))
 
 
+@functools.cache
+def _decoder(cfg: Config) -> Decoder:
+  with jax.set_mesh(mesh()):
+    return make_decoder(cfg)
+
+
 def model(cfg: Config) -> Decoder:
-  """The model of step 0."""
-  return copied(_initial(cfg).model)
+  """A model with random weights, those of `helpers.make_decoder`."""
+  return copied(_decoder(cfg))
 
 
 def step(

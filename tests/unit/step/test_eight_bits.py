@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import statistics
 
+import canonical
 import jax
 import numpy as np
 import optax
@@ -18,7 +19,7 @@ from ats_jax.step.core import sums_and_grads
 from ats_jax.step.objective import Pretraining, batch_totals
 from ats_jax.step.program import make_program
 
-SHAPE = {"model.num_layers": 4, "model.d_model": 64, "model.d_ff": 128, "model.head_dim": 16}
+SHAPE = {"model.d_model": 64, "model.d_ff": 128, "model.head_dim": 16}
 STEPS, BAND = 40, 0.05  # nats between the losses of the last ten steps
 TEXT = np.frombuffer(inspect.getsource(statistics).encode(), np.uint8).astype(np.int32)
 
@@ -72,10 +73,10 @@ def test_the_loss_stays_within_a_band_and_text_is_made_without_them(mesh, monkey
   assert len("".join(text)) > 0
 
 
-@pytest.mark.parametrize("changes", [{}, {"moe.num_experts": 4, "moe.every": 2}], ids=["", "moe"])
-def test_the_parameters_do_not_know_of_them(mesh, changes):
+def test_the_parameters_do_not_know_of_them(mesh):
+  shape = SHAPE | {"model.num_layers": 4, "moe.num_experts": 4, "moe.every": 2}
   model = lambda fp8: jax.tree_util.tree_leaves_with_path(
-    make_program(tiny_config(SHAPE | changes | {"precision.fp8": fp8})).init().model
+    canonical.model(tiny_config(shape | {"precision.fp8": fp8}))
   )
   for (path, got), (wanted_path, want) in zip(model(True), model(False), strict=True):
     assert path == wanted_path and got.shape == want.shape
@@ -83,21 +84,19 @@ def test_the_parameters_do_not_know_of_them(mesh, changes):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("remat", ["none", pytest.param("full", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
   "changes",
-  [pytest.param({}, marks=pytest.mark.slow), {"moe.num_experts": 4, "moe.every": 2}],
-  ids=["", "moe"],
+  [{"step.remat": "full"}, {"model.num_layers": 6, "moe.num_experts": 4, "moe.every": 2}],
+  ids=["dense", "experts"],
 )
-def test_a_scan_in_runs_is_what_unrolled_layers_are(mesh, remat, changes):
+def test_a_scan_in_runs_is_what_unrolled_layers_are(mesh, changes):
   """The first and the last layer are wide: three scans over slices of one stack."""
   found = []
   for unroll in (1, 6):
-    settings = {"step.remat": remat, "step.scan_unroll": unroll, "precision.fp8": True}
-    cfg = tiny_config(SHAPE | {"model.num_layers": 6} | changes | settings)
-    program = make_program(cfg)
-    state, metrics = program.train_step(program.init(), rows(cfg, 0), program.training_rules(1))
-    found.append((metrics.values, state.model))
+    settings = {"model.num_layers": 4, "step.scan_unroll": unroll, "precision.fp8": True}
+    cfg = tiny_config(SHAPE | settings | changes)
+    batch = {name: x[0] for name, x in rows(cfg, 0).items()}
+    found.append(canonical.gradients(cfg, canonical.model(cfg), batch))
   for got, want in zip(*map(jax.tree.leaves, found), strict=True):
     np.testing.assert_allclose(
       np.asarray(got, np.float64), np.asarray(want, np.float64), rtol=2e-3, atol=1e-4
@@ -120,8 +119,7 @@ def test_the_rules_switch_them_off(mesh):
   def grad_norm(program, model):
     rules, batch = program.training_rules(1), rows(program.cfg, 0)
     whole, key = batch_totals(batch, rules), jax.random.key(0)
-    return optax.tree.norm(
-      sums_and_grads(Pretraining(program.cfg), model, batch, whole, key, rules)[2]
-    )
+    grads = lambda m: sums_and_grads(Pretraining(program.cfg), m, batch, whole, key, rules)[2]
+    return optax.tree.norm(jax.jit(grads)(model))
 
   assert grad_norm(off, model) == grad_norm(wide, same) != grad_norm(program, model)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_trees_close, make_decoder, named_leaves, thorough_but, tiny_config
+from helpers import assert_trees_close, make_decoder, named_leaves, tiny_config
 
 from ats_jax.model.param import Param, Role
 from ats_jax.ops.registry import XLA
@@ -85,8 +85,7 @@ def test_a_known_norm_is_taken_for_the_gradients_own(params):
   np.testing.assert_allclose(norm(told), 0.25, rtol=1e-6)
 
 
-@pytest.mark.parametrize("nu", ["float32", "bfloat16"])
-@pytest.mark.parametrize("mu", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("mu", "nu"), [("float32", "bfloat16"), ("bfloat16", "float32")])
 def test_moments_are_kept_as_configured(params, mu, nu):
   no_clip = {"optimizer.grad_clip": 0.0}
   cfg = tiny_config({"optimizer.mu_dtype": mu, "optimizer.nu_dtype": nu, **no_clip})
@@ -112,9 +111,10 @@ def test_bfloat16_gradients_and_parameters_use_float32_arithmetic(params):
   assert {v.dtype for v in jax.tree.leaves(state.nu)} == {jnp.dtype("float32")}
 
 
-@pytest.mark.parametrize("clip", thorough_but([0.0, 0.05, 1e6], 1))
-@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
-@pytest.mark.parametrize("decay", thorough_but([0.0, 0.3], 1))
+@pytest.mark.parametrize(
+  ("clip", "moments", "decay"),
+  [(0.05, "float32", 0.3), (0.0, "bfloat16", 0.3), (1e6, "float32", 0.0)],
+)
 def test_the_fused_update_follows_the_chain(mesh, clip, moments, decay):
   cfg = tiny_config(
     {
@@ -153,8 +153,7 @@ def test_the_fused_update_follows_the_chain(mesh, clip, moments, decay):
   assert_trees_close(wide(got_state), wide(want_state), rtol=rtol, atol=ATOL)
 
 
-@pytest.mark.parametrize("embeddings", [False, True])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("embeddings", "tied"), [(False, True), (True, False)])
 def test_only_matrices_decay(mesh, embeddings, tied):
   cfg = tiny_config({"model.qk_norm": True, "model.tie_embeddings": tied})
   mask = named_leaves(decay_mask(make_decoder(cfg), embeddings=embeddings))

@@ -93,21 +93,19 @@ from helpers import tiny_config
 from ats_jax.sharding.mesh import make_mesh, on_mesh
 from ats_jax.step.program import make_program
 
-cfg = tiny_config({"orchestrator.mode": "off", **eval(sys.argv[1])})
-with on_mesh(cfg, make_mesh(cfg, jax.devices()[:1])):
-  make_program(cfg).init(abstract=True)
-print(*sorted(name for name in sys.modules if name.startswith("ats_jax.step.parts.")))
+for changes in ({}, {"optimizer.ema_decay": 0.9}):
+  cfg = tiny_config({"orchestrator.mode": "off", **changes})
+  with on_mesh(cfg, make_mesh(cfg, jax.devices()[:1])):
+    make_program(cfg).init(abstract=True)
+  print(*sorted(name for name in sys.modules if name.startswith("ats_jax.step.parts.")))
 """
 
 
-@pytest.mark.parametrize(
-  ("changes", "loaded"), [({}, ""), ({"optimizer.ema_decay": 0.9}, "ats_jax.step.parts.ema")]
-)
-def test_parts_that_are_off_are_not_loaded(changes, loaded):
-  command = [sys.executable, "-c", PROGRAM, repr(changes)]
+def test_parts_that_are_off_are_not_loaded():
+  command = [sys.executable, "-c", PROGRAM]
   path = {"PYTHONPATH": ":".join(filter(None, sys.path))}
   out = subprocess.run(command, check=True, capture_output=True, text=True, env=path)
-  assert out.stdout.strip() == loaded
+  assert out.stdout.splitlines() == ["", "ats_jax.step.parts.ema"]
 
 
 def test_each_value_of_a_step_has_a_name_of_its_own(mesh):

@@ -3,11 +3,12 @@
 import dataclasses
 import functools
 
+import canonical
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import make_test_mesh, micro_batches, random_rows, tiny_config
+from helpers import make_test_mesh, micro_batches, random_rows
 
 from ats_jax.config.schema.mixture import Phase
 from ats_jax.config.schema.setting import Table
@@ -27,6 +28,8 @@ PHASES = {
   ),
   "optimizer.phase_moments": "reset",
   "optimizer.schedule": "constant",
+  "orchestrator.mode": "act",
+  "orchestrator.check_interval": 10,
 }
 STARTS = (3, 5)
 
@@ -37,41 +40,29 @@ def batch(cfg, step):
   )
 
 
-def copied(state):
-  return jax.tree.map(jnp.copy, state)
-
-
 def assert_equal(a, b):
   for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
     np.testing.assert_array_equal(x, y)
 
 
 @pytest.mark.parametrize(
-  ("changes", "mesh"),
-  [
-    ({"orchestrator.mode": "off"}, (1, 1, 1)),
-    pytest.param(
-      {"orchestrator.mode": "act", "orchestrator.check_interval": 10},
-      (2, 2, 1),
-      marks=pytest.mark.thorough,
-    ),
-  ],
+  "shape", [(1, 1, 1), pytest.param((2, 2, 1), marks=pytest.mark.mesh)], ids=str
 )
-def test_an_update_at_the_start_of_a_phase_is_the_first_of_a_new_optimizer(changes, mesh):
-  cfg = tiny_config(PHASES | changes)
-  kept = tiny_config(PHASES | changes | {"optimizer.phase_moments": "keep"})
-  with jax.set_mesh(make_test_mesh(*mesh)):
-    program, plain = make_program(cfg), make_program(kept)
+def test_an_update_at_the_start_of_a_phase_is_the_first_of_a_new_optimizer(shape):
+  cfg = canonical.config("dense", PHASES)
+  kept = canonical.config("dense", PHASES | {"optimizer.phase_moments": "keep"})
+  with jax.set_mesh(make_test_mesh(*shape)):
+    make = canonical.program if shape == (1, 1, 1) else make_program
+    program, plain = make(cfg), make(kept)
     rules, state = program.training_rules(1), program.init()
     for step in range(7):
-      data, alone = batch(cfg, step), copied(state)
+      data, alone = batch(cfg, step), canonical.copied(state)
       if step in STARTS:  # as a run on these weights would begin
         alone = dataclasses.replace(
           alone, opt_state=program.optimizer.tx.init(trainable(alone.model))
         )
-        if alone.reflex is not None:
-          zero = jnp.zeros_like(alone.reflex.updates)
-          alone = dataclasses.replace(alone, reflex=alone.reflex._replace(updates=zero))
+        zero = jnp.zeros_like(alone.reflex.updates)
+        alone = dataclasses.replace(alone, reflex=alone.reflex._replace(updates=zero))
       state, metrics = program.train_step(state, data, rules)
       alone, expected = plain.train_step(alone, data, rules)
       # XLA rounds the two programs differently, by an ulp here and there.
@@ -79,19 +70,18 @@ def test_an_update_at_the_start_of_a_phase_is_the_first_of_a_new_optimizer(chang
       jax.tree.map(close, (state.model, state.opt_state), (alone.model, alone.opt_state))
       close(metrics.values, expected.values, rtol=1e-4, atol=1e-5)
       state = alone
-      if state.reflex is not None:
-        since = max(start for start in (0, *STARTS) if start <= step)
-        assert int(state.reflex.updates) == step + 1 - since
+      since = max(start for start in (0, *STARTS) if start <= step)
+      assert int(state.reflex.updates) == step + 1 - since
     assert program.train_step._cache_size() == 1
 
 
 def test_a_state_that_goes_on_behind_a_start_is_renewed(mesh):
-  cfg = tiny_config(PHASES | {"orchestrator.mode": "act", "orchestrator.check_interval": 10})
-  program = make_program(cfg)
-  state, _ = program.train_step(program.init(), batch(cfg, 0), program.training_rules(1))
+  cfg = canonical.config("dense", PHASES)
+  program = canonical.program(cfg)
+  state, _ = canonical.step(cfg, canonical.state(cfg), batch(cfg, 0))
 
   def is_new(made_at, goes_on):
-    at = dataclasses.replace(copied(state), step=jnp.int32(goes_on))
+    at = dataclasses.replace(canonical.copied(state), step=jnp.int32(goes_on))
     found = program.catch_up(at, made_at)
     assert int(found.step) == goes_on
     assert_equal(found.model, state.model)
@@ -104,14 +94,14 @@ def test_a_state_that_goes_on_behind_a_start_is_renewed(mesh):
 
 
 def test_a_rollback_over_a_start_renews_too(mesh, tmp_path):
-  cfg = tiny_config(PHASES | {"orchestrator.mode": "act", "orchestrator.check_interval": 10})
-  program = make_program(cfg)
-  state, _ = program.train_step(program.init(), batch(cfg, 0), program.training_rules(1))
+  cfg = canonical.config("dense", PHASES)
+  program = canonical.program(cfg)
+  state, _ = canonical.step(cfg, canonical.state(cfg), batch(cfg, 0))
   supervisor = Supervisor(program, None, tmp_path / "decisions.jsonl")
-  supervisor.start(0, copied(state))
+  supervisor.start(0, canonical.copied(state))
   decision = Decision(0, Rollback(), "state", 1.0, "")
   for made_at, updates in ((2, 0), (5, 0), (6, 1)):
-    supervisor.earlier = lambda back, made_at=made_at: (made_at, copied(state))
-    after = supervisor._carry_out(7, copied(state), decision)
+    supervisor.earlier = lambda back, made_at=made_at: (made_at, canonical.copied(state))
+    after = supervisor._carry_out(7, canonical.copied(state), decision)
     assert (int(after.step), int(after.reflex.updates)) == (7, updates)
   supervisor.close()

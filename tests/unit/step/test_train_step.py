@@ -1,5 +1,6 @@
 """The update as a whole: accumulation, metrics, the average of the weights, donation."""
 
+import canonical
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +9,6 @@ import pytest
 from helpers import (
   TRAINING,
   assert_trees_close,
-  make_decoder,
   micro_batches,
   named_leaves,
   random_rows,
@@ -50,20 +50,16 @@ def test_accumulation_does_not_change_gradient_or_update(mesh):
   counts = rows["loss_mask"].reshape(4, -1).sum(1)
   assert len(set(counts)) == 4  # ragged: a mean of means would differ
   results = []
-  for accum in (1, 2, 4):
+  for accum in (1, 4):
     cfg = tiny_config(changes | {"step.accum_steps": accum})
-    program = make_program(cfg)
-    state, metrics = program.train_step(
-      program.init(), micro_batches(rows, accum), program.training_rules(1)
-    )
+    state, metrics = canonical.step(cfg, canonical.state(cfg), micro_batches(rows, accum))
     (adam, _) = state.opt_state
     grads = jax.tree.map(lambda m, b1=cfg.optimizer.b1: m / (1 - b1), adam.mu)  # after one update
     results.append((grads, metrics.values, state.model))
-  want_grads, want_metrics, want_model = results[0]
-  for grads, metrics, model in results[1:]:
-    assert_trees_close(grads, want_grads, rtol=1e-4, atol=ATOL)
-    np.testing.assert_allclose(metrics, want_metrics, RTOL)
-    assert_trees_close(model, want_model, rtol=0, atol=UPDATE_ATOL)
+  (want_grads, want_metrics, want_model), (grads, metrics, model) = results
+  assert_trees_close(grads, want_grads, rtol=1e-4, atol=ATOL)
+  np.testing.assert_allclose(metrics, want_metrics, RTOL)
+  assert_trees_close(model, want_model, rtol=0, atol=UPDATE_ATOL)
 
 
 def grads_of(cfg, model, batch, key):
@@ -75,7 +71,7 @@ def grads_of(cfg, model, batch, key):
 
 def test_the_gradient_is_that_of_the_token_mean(mesh):
   cfg = tiny_config({"step.z_loss": 1e-2})
-  rows, model = random_rows(cfg, 4), make_decoder(cfg)
+  rows, model = random_rows(cfg, 4), canonical.model(cfg)
   tokens = rows["loss_mask"].sum()
   want = jax.jit(jax.grad(lambda m: loss_sums(m, rows, cfg.step, TRAINING)[0].objective / tokens))(
     model
@@ -84,19 +80,15 @@ def test_the_gradient_is_that_of_the_token_mean(mesh):
   assert_trees_close(jax.jit(f)(model), want, rtol=1e-4, atol=ATOL)
 
 
+@pytest.mark.compat
 def test_several_steps_equal_a_plain_optax_loop(mesh):
+  """The state is donated, the step compiles once, and each step has a rate of its own."""
   cfg = tiny_config(
-    {
-      "optimizer.warmup_steps": 2,
-      "optimizer.grad_clip": 0.5,
-      "optimizer.ema_decay": 0.7,
-      "model.dropout": 0.0,
-    }
+    {"optimizer.warmup_steps": 3, "optimizer.grad_clip": 0.5, "optimizer.ema_decay": 0.7}
   )
-  program = make_program(cfg)
-  state = program.init()
+  program, state = canonical.program(cfg), canonical.state(cfg)
   model = jax.tree.map(jnp.copy, state.model)
-  ema = float64(model)
+  ema, rates = float64(model), []
   o = cfg.optimizer
   tx = optax.chain(
     optax.clip_by_global_norm(o.grad_clip),
@@ -119,11 +111,14 @@ def test_several_steps_equal_a_plain_optax_loop(mesh):
     return optax.apply_updates(model, updates), opt_state
 
   for step in range(4):
-    rows = to_device(random_rows(cfg, 8, seed=step))
-    state, _ = program.train_step(state, micro_batches(rows, 1), program.training_rules(1))
+    rows, old = to_device(random_rows(cfg, 8, seed=step)), state
+    state, metrics = canonical.step(cfg, state, micro_batches(rows, 1))
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves((old.model, old.opt_state, old.ema)))
+    rates.append(float(metrics["train/learning_rate"]))
     model, opt_state = plain_step(model, opt_state, rows)
     ema = {k: 0.7 * ema[k] + 0.3 * v for k, v in float64(model).items()}
-  assert int(state.step) == 4
+  assert int(state.step) == 4 and len(set(rates[:3])) == 3
+  assert program.train_step._cache_size() == 1
   assert_trees_close(state.model, model, rtol=0, atol=UPDATE_ATOL)
   assert_trees_close(snapshot(state.ema), ema, rtol=0, atol=UPDATE_ATOL)
   assert state.weights is state.ema
@@ -133,12 +128,11 @@ def test_several_steps_equal_a_plain_optax_loop(mesh):
 @pytest.mark.thorough
 def test_metrics(mesh, param_dtype):
   cfg = tiny_config({"precision.param_dtype": param_dtype, "optimizer.grad_clip": 1e-3})
-  program = make_program(cfg)
-  state, rows = program.init(), random_rows(cfg, 8)
+  state, rows = canonical.state(cfg), random_rows(cfg, 8)
   batch, tokens = micro_batches(rows, 1), rows["loss_mask"].sum()
   sums, grads = jax.jit(lambda m: grads_of(cfg, m, batch, state.key))(state.model)
   before = snapshot(state.model)
-  state, metrics = program.train_step(state, batch, program.training_rules(1))
+  state, metrics = canonical.step(cfg, state, batch)
   after = snapshot(state.model)
   norm = lambda tree: np.sqrt(sum((v.astype(np.float64) ** 2).sum() for v in tree.values()))
   got = metrics.on_host()
@@ -158,33 +152,27 @@ def test_metrics(mesh, param_dtype):
 
 def test_accuracy_and_loss_are_plain_whatever_the_objective(mesh):
   rows = random_rows(tiny_config(), 8)
-  plain, other = tiny_config(), tiny_config({"step.z_loss": 0.1, "step.label_smoothing": 0.3})
+  tokens = rows["loss_mask"].sum()
   vectors = []
-  for cfg in (plain, other):
-    program = make_program(cfg)
-    vectors.append(
-      np.asarray(
-        program.train_step(program.init(), micro_batches(rows, 1), program.training_rules(1))[
-          1
-        ].values
-      )
-    )
-    sums = program.eval_step(program.init().model, rows, program.rules(1))
-    tokens = rows["loss_mask"].sum()
-    np.testing.assert_allclose(sums[0] / tokens, vectors[-1][0], RTOL)  # train/loss
-    assert float(sums[1]) == round(vectors[-1][1] * tokens) and float(sums[2]) == tokens
+  for changes in ({}, {"step.z_loss": 0.1, "step.label_smoothing": 0.3}):
+    cfg = canonical.config("dense", changes)
+    vector = np.asarray(canonical.step(cfg, canonical.state(cfg), micro_batches(rows, 1))[1].values)
+    vectors.append(vector)
+  program = canonical.program(cfg)
+  sums = program.eval_step(canonical.state(cfg).model, rows, program.rules(1))
+  np.testing.assert_allclose(sums[0] / tokens, vector[0], RTOL)  # train/loss
+  assert float(sums[1]) == round(vector[1] * tokens) and float(sums[2]) == tokens
   np.testing.assert_allclose(vectors[0][:3], vectors[1][:3], RTOL)
   assert abs(vectors[0][3] - vectors[1][3]) > 1e-3  # the gradients do differ
 
 
 def test_the_average_of_a_bfloat16_model_is_float32(mesh):
   cfg = tiny_config({"precision.param_dtype": "bfloat16", "optimizer.ema_decay": 0.999})
-  program = make_program(cfg)
-  state = program.init()
+  state = canonical.state(cfg)
   want = float64(state.model)
-  batch = to_device(micro_batches(random_rows(cfg, 8), 1))
+  batch = to_device(canonical.rows(cfg))
   for _ in range(5):
-    state, _ = program.train_step(state, batch, program.training_rules(1))
+    state, _ = canonical.step(cfg, state, batch)
     want = {k: 0.999 * want[k] + 0.001 * v for k, v in float64(state.model).items()}
   assert {leaf.dtype for leaf in jax.tree.leaves(state.ema)} == {jnp.dtype("float32")}
   # It moves by 1e-5 and less a step, which a bfloat16 of size 0.02 (spacing 1e-4) would not show.
@@ -192,26 +180,9 @@ def test_the_average_of_a_bfloat16_model_is_float32(mesh):
 
 
 @pytest.mark.compat
-def test_state_is_donated_and_the_step_compiles_once(mesh):
-  cfg = tiny_config({"optimizer.ema_decay": 0.9, "model.dropout": 0.1, "optimizer.warmup_steps": 3})
-  program = make_program(cfg)
-  state = program.init()
-  rates = []
-  for step in range(3):
-    old = state
-    state, metrics = program.train_step(
-      state, micro_batches(random_rows(cfg, 8, seed=step), 1), program.training_rules(1)
-    )
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves((old.model, old.opt_state, old.ema)))
-    rates.append(float(metrics["train/learning_rate"]))
-  assert len(set(rates)) == 3
-  assert program.train_step._cache_size() == 1
-
-
-@pytest.mark.compat
 def test_abstract_state_has_the_types_of_the_real_one(mesh):
-  program = make_program(tiny_config({"optimizer.ema_decay": 0.9}))
-  real, abstract = program.init(), program.init(abstract=True)
+  cfg = tiny_config({"optimizer.ema_decay": 0.9})
+  real, abstract = canonical.state(cfg), canonical.program(cfg).init(abstract=True)
   assert jax.tree.structure(real) == jax.tree.structure(abstract)
   types = lambda state: [
     (a.shape, a.dtype, a.ndim and a.sharding.spec) for a in jax.tree.leaves(state)
@@ -220,7 +191,8 @@ def test_abstract_state_has_the_types_of_the_real_one(mesh):
 
 
 def test_the_seed_decides_the_weights(mesh):
-  first, again, other = (make_program(tiny_config({"seed": s})).init().model for s in (0, 0, 1))
+  first = canonical.state(canonical.config("dense")).model
+  again, other = (make_program(canonical.config("dense", {"seed": s})).init().model for s in (0, 1))
   pairs = lambda a, b: zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
   same = lambda a, b: [np.array_equal(x, y) for x, y in pairs(a, b)]
   assert all(same(first, again))
