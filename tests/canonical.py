@@ -59,6 +59,16 @@ STEERED = {
 }
 
 
+# The dense model under a supervisor that looks every eight steps.
+SUPERVISED = {
+  "num_steps": 400,
+  "optimizer.schedule": "constant",
+  "orchestrator.mode": "act",
+  "orchestrator.check_interval": 8,
+  "orchestrator.snapshot_interval": 8,
+}
+
+
 def config(kind: str, changes: dict[str, Any] | None = None) -> Config:
   """The config of a canonical model, with some settings (by dotted name) changed."""
   return tiny_config(KINDS[kind] | (changes or {}))

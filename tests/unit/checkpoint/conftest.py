@@ -27,6 +27,7 @@ def start_child():
   def start(code: str, *args: object, **env: str) -> subprocess.Popen:
     child = subprocess.Popen(
       [sys.executable, "-c", code, *map(str, args)],
+      stdin=subprocess.PIPE,
       stdout=subprocess.PIPE,
       stderr=subprocess.PIPE,
       text=True,

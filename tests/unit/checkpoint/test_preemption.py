@@ -1,54 +1,77 @@
-"""Signals, sent to real processes."""
+"""Signals, sent to real processes, which wait for lines on their standard input."""
 
 import signal
-import time
 
 import pytest
 
 from ats_jax.checkpoint import StopSignal
 from ats_jax.checkpoint.preemption import ECHO_SECS
 
+HANG_SECS = 120  # then a child will not answer any more
+
+# Each line is the time that the clock is set to, and is answered.
 LOOP = """
-import sys, time
-from ats_jax.checkpoint import StopSignal
+import sys
+from types import SimpleNamespace
+from ats_jax.checkpoint import StopSignal, preemption
+
+now = 0.0
+preemption.time = SimpleNamespace(monotonic=lambda: now)
+say = lambda *words: print(*words, flush=True)
+
+def wait():
+  global now
+  now = float(sys.stdin.readline())
+  say("at", now)
 
 with StopSignal() as stop:
-  print("ready", flush=True)
+  say("ready")
   while not stop.requested:
-    time.sleep(0.01)
-  print("stopping", stop.requested, stop.agreed(0), flush=True)
-  time.sleep(float(sys.argv[1]))
-  print("saved", flush=True)
-print("handlers are back", flush=True)
-time.sleep(float(sys.argv[1]))
+    wait()
+  say("stopping", stop.requested, stop.agreed(0))
+  wait()
+  wait()
+  say("saved")
+say("handlers are back")
+wait()
 """
 
 
+def tell(child, now):
+  """Set the clock of a child; return the line that it prints when it has read that."""
+  child.stdin.write(f"{now}\n")
+  child.stdin.flush()
+  return child.stdout.readline()
+
+
+def stopping(child, name):
+  """Send a child its first signal, and let it see that."""
+  assert child.stdout.readline() == "ready\n"
+  child.send_signal(signal.Signals[name])
+  assert tell(child, 0.0) == "at 0.0\n"
+  assert child.stdout.readline() == f"stopping {name} {name}\n"
+
+
 def test_first_signal_sets_the_flag_and_says_so(start_child):
-  children = {name: start_child(LOOP, 0) for name in ("SIGTERM", "SIGINT")}
+  children = {name: start_child(LOOP) for name in ("SIGTERM", "SIGINT")}
   for name, child in children.items():
-    assert child.stdout.readline() == "ready\n"
-    child.send_signal(signal.Signals[name])
-  for name, child in children.items():
-    out, err = child.communicate(timeout=30)
+    stopping(child, name)
+    out, err = child.communicate("1.0\n" * 3, timeout=HANG_SECS)
     assert child.returncode == 0
-    assert out.splitlines() == [f"stopping {name} {name}", "saved", "handlers are back"]
+    words = [line for line in out.splitlines() if not line.startswith("at ")]
+    assert words == ["saved", "handlers are back"]
     assert err == f"\n{name}: finishing the step and saving; press Ctrl-C again to exit at once\n"
 
 
 def test_second_signal_ends_the_process_and_an_echo_does_not(start_child):
-  children = {name: start_child(LOOP, 60) for name in ("SIGINT", "SIGTERM")}
-  for child in children.values():
-    assert child.stdout.readline() == "ready\n"
-    child.send_signal(signal.SIGTERM)
-    assert child.stdout.readline() == "stopping SIGTERM SIGTERM\n"
-    child.send_signal(signal.SIGTERM)
-  time.sleep(ECHO_SECS)
+  children = {name: start_child(LOOP) for name in ("SIGINT", "SIGTERM")}
   for name, child in children.items():
-    assert child.poll() is None
+    stopping(child, "SIGTERM")
+    child.send_signal(signal.SIGTERM)  # passed on by the terminal, at the same time
+    assert tell(child, ECHO_SECS) == f"at {ECHO_SECS}\n"
     child.send_signal(signal.Signals[name])
-    assert child.wait(timeout=10) == 128 + signal.Signals[name]
-    assert child.stdout.read() == ""
+    out, _ = child.communicate("1.0\n", timeout=HANG_SECS)  # not enough to go on to the end
+    assert child.returncode == 128 + signal.Signals[name] and "saved" not in out
 
 
 def test_handlers_are_restored_after_an_exception():
@@ -61,9 +84,10 @@ def test_handlers_are_restored_after_an_exception():
 
 
 def test_after_the_loop_ctrl_c_is_ctrl_c_again(start_child):
-  child = start_child(LOOP, 0.3)
-  child.stdout.readline()
+  child = start_child(LOOP)
+  stopping(child, "SIGTERM")
+  for _ in range(2):
+    tell(child, 0.0)
+  assert [child.stdout.readline() for _ in range(2)][-1] == "handlers are back\n"
   child.send_signal(signal.SIGTERM)
-  assert [child.stdout.readline() for _ in range(3)][-1] == "handlers are back\n"
-  child.send_signal(signal.SIGTERM)
-  assert child.wait(timeout=10) == -signal.SIGTERM
+  assert child.wait(timeout=HANG_SECS) == -signal.SIGTERM

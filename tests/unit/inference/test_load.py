@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import shutil
 
 import jax
 import pytest
@@ -49,20 +50,26 @@ def test_hosts_are_counted_anew():
   assert (fitted.mesh.expert, fitted.moe.exchange.hosts) == (2, 0)
 
 
-@pytest.fixture
-def trained(tmp_path):
-  """The workdir of a run of two steps."""
-  (tmp_path / "text.txt").write_text("alpha beta gamma " * 300)
+@pytest.fixture(scope="module")
+def run_of_two_steps(tmp_path_factory):
+  folder = tmp_path_factory.mktemp("trained")
+  (folder / "text.txt").write_text("alpha beta gamma " * 300)
   settings = {
     "num_steps": 2,
     "model.vocab_size": 384,
-    "data.paths": (str(tmp_path / "text.txt"),),
+    "data.paths": (str(folder / "text.txt"),),
     "data.validation_fraction": 0.0,
     "log.progress": False,
     "sample.max_tokens": 0,
   }
-  train(tiny_config(settings), tmp_path / "run")
-  yield tmp_path / "run"
+  train(tiny_config(settings), folder / "run")
+  return folder / "run"
+
+
+@pytest.fixture
+def trained(run_of_two_steps, tmp_path):
+  """A copy of the workdir of a run of two steps."""
+  yield shutil.copytree(run_of_two_steps, tmp_path / "run")
   jax.config.update("jax_enable_compilation_cache", True)  # `train` turned it off for its process
 
 

@@ -2,6 +2,7 @@
 
 import functools
 
+import canonical
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -19,10 +20,7 @@ from helpers import (
   tiny_config,
 )
 
-from ats_jax.model.block import Block, TokenContext
 from ats_jax.model.numerics import unroll_of
-from ats_jax.ops.rope import rope_table
-from ats_jax.sharding.apply import reshard
 from ats_jax.step.objective import loss_sums
 
 # float32, two layers, activations of order one: matmuls over rows of other lengths add up in
@@ -58,7 +56,7 @@ def test_a_packed_document_equals_the_document_alone(lengths, seed):
   cfg = tiny_config({"model.qk_norm": True})
   tokens = np.random.default_rng(seed).integers(0, 64, (1, SEQ)).astype(np.int32)
   with jax.set_mesh(make_test_mesh(1, 1, 1)):
-    model = make_decoder(cfg)
+    model = canonical.model(cfg)
     packed = run(model, tokens, [lengths])[0]
     at = 0
     for length in lengths:
@@ -79,7 +77,7 @@ def test_changing_one_document_leaves_the_others_bit_equal(lengths, which, seed)
   other = tokens.copy()
   other[:, inside] = (other[:, inside] + 1) % 64
   with jax.set_mesh(make_test_mesh(1, 1, 1)):
-    model = make_decoder(tiny_config())
+    model = canonical.model(canonical.config("dense"))
     before, after = run(model, tokens, [lengths])[0], run(model, other, [lengths])[0]
   outside = np.ones(SEQ, bool)
   outside[inside] = False
@@ -88,7 +86,7 @@ def test_changing_one_document_leaves_the_others_bit_equal(lengths, which, seed)
 
 
 def test_no_token_sees_a_later_one(mesh):
-  model = make_decoder(tiny_config())
+  model = canonical.model(canonical.config("dense"))
   tokens = np.arange(SEQ, dtype=np.int32)[None]
   changed = tokens.copy()
   changed[0, 9] = 50
@@ -97,46 +95,25 @@ def test_no_token_sees_a_later_one(mesh):
   assert np.all(np.any(before[9:] != after[9:], axis=-1))
 
 
-def test_the_scan_equals_a_loop_over_layers(mesh):
-  cfg = tiny_config({"model.num_layers": 3})
-  model, rows = make_decoder(cfg), random_rows(cfg, 2)
-  positions, segments = (reshard(rows[k], "batch", "seq") for k in ("positions", "segment_ids"))
-  table = rope_table(positions, cfg.model.head_dim, cfg.model.rope_theta)
-  tokens = TokenContext(positions, segments, table)
-  x = jnp.asarray(np.asarray(model.embed.weight[...])[rows["tokens"]])
-  for index in range(3):
-    block: Block = jax.tree.map(lambda leaf, i=index: leaf[i], model.segments[0].layers[0])
-    x, *_ = block(x, tokens, TRAINING, layer=jnp.int32(index))
-  want = model.final_norm(x)
-  got = hidden(model, rows["tokens"], rows["segment_ids"], rows["positions"])
-  np.testing.assert_allclose(got, want, RTOL, ATOL)
-
-
 @functools.cache
-def loss_and_grads(cfg, dropout_seed=None):
-  rows, model = random_rows(cfg, 4), make_decoder(cfg)
-  key = None if dropout_seed is None else jax.random.key(dropout_seed)
-  sums = lambda m: loss_sums(m, rows, cfg.step, TRAINING, key)[0]
-  f = lambda m: sums(m).objective / rows["loss_mask"].sum()
-  return jax.jit(jax.value_and_grad(f))(model)
+def loss_and_grads(cfg):
+  return canonical.gradients(cfg, canonical.model(cfg), random_rows(cfg, 4))
 
 
 @pytest.mark.parametrize(
   "changes",
   [
     {"step.remat": "full"},
-    {"step.remat": "dots"},
-    {"step.remat": "names"},
-    {"step.remat": "qkv"},
-    {"step.scan_unroll": 2},
-    {"step.scan_unroll": 3, "step.remat": "names"},
+    {"step.remat": "dots", "step.scan_unroll": 2},
+    {"step.remat": "names", "step.scan_unroll": 3},
+    pytest.param({"step.remat": "qkv"}, marks=pytest.mark.thorough),
   ],
 )
 def test_how_it_is_computed_does_not_change_loss_or_gradients(mesh, changes):
   base = {"model.num_layers": 3, "model.dropout": 0.2}
-  want_loss, want = loss_and_grads(tiny_config(base), dropout_seed=1)
-  loss, grads = loss_and_grads(tiny_config(base | changes), dropout_seed=1)
-  np.testing.assert_allclose(loss, want_loss, RTOL)
+  want_sums, want = loss_and_grads(tiny_config(base))
+  sums, grads = loss_and_grads(tiny_config(base | changes))
+  np.testing.assert_allclose(sums.objective, want_sums.objective, RTOL)
   assert_trees_close(named_leaves(grads), named_leaves(want), rtol=GRAD_RTOL, atol=GRAD_ATOL)
 
 
@@ -165,8 +142,8 @@ def test_recomputation_keeps_fewer_arrays(mesh, remat):
   """What the backward pass gets from the forward pass, in elements."""
 
   def residuals(policy):
-    cfg = tiny_config({"step.remat": policy, "model.num_layers": 2})
-    model, rows = make_decoder(cfg), random_rows(cfg, 4)
+    cfg = canonical.config("dense", {"step.remat": policy})
+    model, rows = canonical.model(cfg), random_rows(cfg, 4)
     call = lambda m: hidden(m, rows["tokens"], rows["segment_ids"], rows["positions"])
     _, backward = jax.vjp(call, model)
     return sum(leaf.size for leaf in jax.tree.leaves(backward))
@@ -176,7 +153,9 @@ def test_recomputation_keeps_fewer_arrays(mesh, remat):
 
 
 def test_tied_embeddings_share_one_table(mesh):
-  tied, untied = (make_decoder(tiny_config({"model.tie_embeddings": t})) for t in (True, False))
+  tied, untied = (
+    canonical.model(canonical.config("dense", {"model.tie_embeddings": t})) for t in (True, False)
+  )
   assert set(named_leaves(untied)) - set(named_leaves(tied)) == {".head.weight.value"}
   np.testing.assert_array_equal(tied.head_weights(), tied.embed.weight[...])
   np.testing.assert_array_equal(untied.head_weights(), untied.head.weight[...])
@@ -188,8 +167,8 @@ def test_tied_embeddings_share_one_table(mesh):
 
 
 def test_logits_are_the_head_times_the_activations(mesh):
-  cfg = tiny_config()
-  model, rows = make_decoder(cfg), random_rows(cfg, 2)
+  cfg = canonical.config("dense")
+  model, rows = canonical.model(cfg), random_rows(cfg, 2)
   x = hidden(model, rows["tokens"], rows["segment_ids"], rows["positions"])
   want = np.asarray(x, np.float64) @ np.asarray(model.head.weight[...], np.float64).T
   logits = model.logits(x)
@@ -210,9 +189,7 @@ def test_dtypes_are_those_of_the_config(mesh):
   assert x.dtype == mixed.head_weights().dtype == jnp.bfloat16
 
 
-@pytest.mark.parametrize(
-  ("d_model", "layers", "tied"), [(64, 4, True), (512, 2, False), (2048, 1, True), (2048, 1, False)]
-)
+@pytest.mark.parametrize(("d_model", "layers", "tied"), [(64, 4, True), (2048, 1, False)])
 @pytest.mark.thorough
 def test_the_first_loss_is_ln_vocab(mesh, d_model, layers, tied):
   cfg = tiny_config(
@@ -226,7 +203,7 @@ def test_the_first_loss_is_ln_vocab(mesh, d_model, layers, tied):
     }
   )
   rows = random_rows(cfg, 8)
-  sums = jax.jit(lambda m: loss_sums(m, rows, cfg.step, TRAINING)[0])(make_decoder(cfg))
+  sums = jax.jit(lambda m: loss_sums(m, rows, cfg.step, TRAINING)[0])(canonical.model(cfg))
   loss = float(sums.cross_entropy) / rows["loss_mask"].sum()
   assert abs(loss - np.log(256)) < 0.1
 

@@ -53,7 +53,7 @@ def reference(q, k, v, segment_ids, *, window=None, soft_cap=None, sinks=None):
   return out
 
 
-@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("kv_heads", [4, 1])
 def test_xla_matches_one_token_at_a_time(mesh, kv_heads):
   q, k, v = make_qkv(len(LENGTHS), 4, kv_heads)
   segments, _ = pack(LENGTHS, SEQ)
@@ -61,8 +61,7 @@ def test_xla_matches_one_token_at_a_time(mesh, kv_heads):
   np.testing.assert_allclose(got, reference(q, k, v, segments), RTOL, ATOL)
 
 
-@pytest.mark.parametrize("shape", [(4, 2, 1), (2, 2, 2), (1, 4, 2)])
-def test_meshes_agree_with_one_device_in_value_and_gradient(shape):
+def test_a_mesh_agrees_with_one_device_in_value_and_gradient():
   q, k, v = make_qkv(8, 4, 2)
   segments, _ = pack((LENGTHS * 2)[:8], SEQ)
 
@@ -71,7 +70,7 @@ def test_meshes_agree_with_one_device_in_value_and_gradient(shape):
     return jnp.sum(jnp.sin(y))
 
   results = []
-  for sizes in ((1, 1, 1), shape):
+  for sizes in ((1, 1, 1), (2, 2, 2)):
     with jax.set_mesh(make_test_mesh(*sizes)):
       results.append(jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(q, k, v))
   for one, many in zip(*map(jax.tree.leaves, results), strict=True):
@@ -126,10 +125,9 @@ def test_segment_bounds_of_exactly_max_segments_runs():
   [
     ("none", None, False, 10),
     ("full", None, True, 10),
-    ("dots", 3, False, 10),
-    ("names", 5, True, 10),
-    ("attention", None, True, 10),
     ("names", 5, True, 1),
+    pytest.param("attention", None, True, 10, marks=pytest.mark.thorough),
+    pytest.param("dots", 3, False, 10, marks=pytest.mark.thorough),
   ],
 )
 def test_what_surrounds_the_cudnn_kernel_changes_neither_value_nor_gradient(
@@ -164,9 +162,10 @@ def test_what_surrounds_the_cudnn_kernel_changes_neither_value_nor_gradient(
     np.testing.assert_allclose(np.asarray(a), np.asarray(b), RTOL, ATOL)
 
 
-@pytest.mark.parametrize("window", [None, 1, 4])
-@pytest.mark.parametrize("soft_cap", [None, 0.7])
-@pytest.mark.parametrize("sinks", [None, SINKS])
+@pytest.mark.parametrize(
+  ("window", "soft_cap", "sinks"),
+  [(None, None, SINKS), (1, 0.7, None), (4, None, None), (4, 0.7, SINKS)],
+)
 def test_windows_soft_caps_and_sinks(mesh, window, soft_cap, sinks):
   q, k, v = make_qkv(len(LENGTHS), 4, 2)
   segments, _ = pack(LENGTHS, SEQ)
@@ -198,7 +197,7 @@ def test_what_attention_cannot_do_is_an_error(mesh, changes, words):
     attention(q, k, v, **run | changes)
 
 
-@hypothesis.settings(max_examples=20)
+@hypothesis.settings(max_examples=12)
 @hypothesis.given(
   st.lists(st.sampled_from([1, 3, 8]), min_size=1, max_size=6), st.sampled_from([None, SINKS])
 )

@@ -82,18 +82,17 @@ def assert_matches_reference(inputs, z_loss, label_smoothing, chunk):
   np.testing.assert_allclose(plain, want, RTOL, ATOL)
 
 
-@pytest.mark.parametrize(("z_loss", "smoothing"), [(0.0, 0.0), (0.1, 0.0), (0.0, 0.2), (0.1, 0.2)])
+@pytest.mark.parametrize(("z_loss", "smoothing"), [(0.1, 0.0), (0.0, 0.2)])
 def test_sums_and_gradients(mesh, z_loss, smoothing):
   assert_matches_reference(make_inputs(), z_loss, smoothing, chunk=5)
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 9, 10, 1000])
+@pytest.mark.parametrize("chunk", [1, 9, 1000])
 def test_any_chunk_size(mesh, chunk):
   assert_matches_reference(make_inputs(), 0.1, 0.2, chunk)
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2)])
-def test_each_token(shape):
+def test_each_token():
   """Its terms in the place of the cross-entropy; everything else stays bit for bit."""
   x, head, targets, mask = make_inputs(batch=4, vocab=8)
   logits = x.astype(np.float64) @ head.astype(np.float64).T
@@ -105,7 +104,7 @@ def test_each_token(shape):
     sums = linear_cross_entropy(x, head, targets, mask, 0.1, 0.2, 6, per_token=per_token)
     return sums.objective, sums
 
-  with jax.set_mesh(make_test_mesh(*shape)):
+  with jax.set_mesh(make_test_mesh(2, 2, 2)):
     (loss, sums), grads = f(x, head, True)
     (plain_loss, plain), plain_grads = f(x, head, False)
   want = (np.log(np.exp(logits).sum(-1)) - label) * mask
@@ -195,7 +194,7 @@ def test_all_logits_never_exist(mesh):
     assert chunk * vocab <= largest(fused) < batch * seq * vocab / 2
 
 
-MESHES = [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2), (1, 4, 2)]
+MESHES = [(8, 1, 1), (1, 1, 8), (2, 2, 2)]
 
 
 @pytest.mark.parametrize("shape", MESHES)

@@ -12,7 +12,7 @@ import pytest
 from ats_jax.ops.dispatch import place_in_bins, slot_window, sort_by_expert, sum_rows, take_rows
 
 # Few shapes, as each compiles anew; the contents are what varies.
-SHAPES = st.sampled_from([(1, 1, 1), (5, 1, 3), (6, 2, 2), (7, 3, 5)])  # tokens, choices, bins
+SHAPES = st.sampled_from([(1, 1, 1), (5, 1, 3), (7, 3, 5)])  # tokens, choices, bins
 FEW = hypothesis.settings(max_examples=40)
 SORT = jax.jit(sort_by_expert, static_argnums=1)
 PLACE = jax.jit(place_in_bins, static_argnums=(1, 2))
@@ -58,7 +58,7 @@ def test_sort_by_expert(case):
 
 @pytest.mark.parametrize("with_priority", [False, True])
 @FEW
-@hypothesis.given(choices(), st.integers(1, 3))
+@hypothesis.given(choices(), st.sampled_from([1, 3]))
 def test_place_in_bins(with_priority, case, capacity):
   bins, num_bins, priority = case
   rank = (lambda c: -priority[c]) if with_priority else (lambda c: 0)
@@ -72,7 +72,7 @@ def test_place_in_bins(with_priority, case, capacity):
 
 
 @FEW
-@hypothesis.given(choices(), st.integers(1, 3), st.sampled_from(["sort", "bins"]))
+@hypothesis.given(choices(), st.sampled_from([1, 3]), st.sampled_from(["sort", "bins"]))
 def test_windows(case, rows, how):
   """The slots of each bin from one on; the last window reaches past the end."""
   bins, num_bins, _ = case

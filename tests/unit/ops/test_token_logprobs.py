@@ -15,7 +15,7 @@ from ats_jax.sharding.rules import spec
 RTOL, ATOL = 2e-5, 2e-6
 # bfloat16 keeps 8 bits: 2^-8 for each rounding of an operand.
 BF16_RTOL, BF16_ATOL = 2e-2, 4e-3
-MESHES = [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2)]
+MESHES = [(1, 1, 8), (2, 2, 2)]
 
 
 def make_inputs(batch, seq, d_model, vocab, seed=0):
@@ -45,8 +45,9 @@ def value_and_grads(logprobs_of, *inputs):
   return logprobs_BT, grads
 
 
-@pytest.mark.parametrize("shape", [(2, 5, 4, 7), (1, 1, 3, 2), (3, 7, 9, 33)])
-@pytest.mark.parametrize("chunk", [1, 4, 1000])
+@pytest.mark.parametrize(
+  ("shape", "chunk"), [((2, 5, 4, 7), 1), ((1, 1, 3, 2), 1000), ((3, 7, 9, 33), 4)]
+)
 def test_value_and_gradient(mesh, shape, chunk):
   inputs = make_inputs(*shape)
   got, grads = value_and_grads(lambda *args: token_logprobs(*args, chunk), *inputs)

@@ -3,11 +3,12 @@
 import dataclasses
 import json
 
+import canonical
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import make_test_mesh, micro_batches, random_rows, tiny_config
+from helpers import make_test_mesh, micro_batches, random_rows
 
 from ats_jax.orchestrator.actions import (
   KINDS,
@@ -27,13 +28,13 @@ from ats_jax.orchestrator.trials.snapshots import Snapshot
 from ats_jax.sharding.mesh import to_global
 from ats_jax.step.program import make_program
 
-CFG = tiny_config({"orchestrator.mode": "act", "orchestrator.check_interval": 10})
-EXPERTS = tiny_config({"moe.num_experts": 4, "moe.d_ff": 32})
+CFG = canonical.config("dense", canonical.SUPERVISED)
+EXPERTS = canonical.config("experts")
 
 
 @pytest.fixture
 def state(mesh):
-  return make_program(CFG).init()
+  return canonical.state(CFG)
 
 
 def assert_equal(got, want):

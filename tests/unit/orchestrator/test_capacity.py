@@ -1,7 +1,10 @@
 """Experts with too few places: seen for long, then the next rung is asked for at a checkpoint."""
 
+import dataclasses
+
+import canonical
 import pytest
-from helpers import micro_batches, random_rows, tiny_config
+from helpers import micro_batches, random_rows
 from readings import HEALTHY, INTERVAL, reading
 
 from ats_jax.config.schema import OrchestratorConfig
@@ -12,14 +15,13 @@ from ats_jax.orchestrator.policy.growth import ROOMS, more_room
 from ats_jax.orchestrator.policy.state import PolicyState
 from ats_jax.orchestrator.record import ledger
 from ats_jax.orchestrator.supervisor import Supervisor
-from ats_jax.step.program import make_program
 
-FEW = {"moe.num_experts": 4, "moe.d_ff": 32, "moe.dispatch": "capacity"}
 ACT = {"num_steps": 400, "orchestrator.mode": "act", "orchestrator.check_interval": 4}
 
 
-def config(factor, **changes):
-  return tiny_config(FEW | ACT | {"moe.capacity_factor": factor} | changes)
+def config(factor):
+  few = {"model.num_layers": 1, "moe.dispatch": "capacity", "moe.capacity_factor": factor}
+  return canonical.config("experts", ACT | few)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +42,7 @@ def test_the_next_rung(factor, policy, wanted):
   asked = more_room(policy, Terms.of(config(factor)).capacity)
   settings = None if wanted is None else (("moe.capacity_factor", wanted),)
   assert (asked and asked.action) == (None if settings is None else ChangeSettings(settings))
-  dropless = tiny_config({"moe.num_experts": 4, "moe.d_ff": 32} | ACT)
+  dropless = canonical.config("experts", ACT)
   assert more_room(policy, Terms.of(dropless).capacity) is None
 
 
@@ -71,20 +73,14 @@ def test_a_crowded_look_asks_and_only_once_in_a_while():
   assert [number for number, asks in enumerate(asked, 1) if asks] == [LOOKS, 2 * LOOKS]
 
 
-@pytest.mark.parametrize(
-  ("factor", "left", "rung"),
-  [
-    (0.25, 360, 1.0),
-    (2.0, 360, None),
-    pytest.param(0.25, 0, None, marks=pytest.mark.slow),  # nothing is asked for at the end
-  ],
-)
+@pytest.mark.parametrize("ends", [False, True])  # then nothing is asked for
 @pytest.mark.thorough
-def test_a_crowded_run_asks_for_more_room_at_a_pause(mesh, tmp_path, factor, left, rung):
-  steps = 4 * (LOOKS + 1)
-  cfg = config(factor, num_steps=steps + left)
-  program, path = make_program(cfg), tmp_path / "decisions.jsonl"
-  state = program.init()
+def test_a_crowded_run_asks_for_more_room_at_a_pause(mesh, tmp_path, ends):
+  steps, rung = 4 * (LOOKS + 1), None if ends else 1.0
+  cfg = config(0.25)
+  program, state, path = canonical.program(cfg), canonical.state(cfg), tmp_path / "decisions.jsonl"
+  if ends:
+    program = dataclasses.replace(program, cfg=dataclasses.replace(cfg, num_steps=steps))
   supervisor = Supervisor(program, random_rows(cfg, 8, seed=99), path)
   supervisor.start(0, state)
   for step in range(1, steps + 1):

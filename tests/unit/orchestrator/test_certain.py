@@ -5,12 +5,13 @@ import dataclasses
 import itertools
 import math
 
+import canonical
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from copies import most_copies
-from helpers import Lent, counting_rows, make_test_mesh, micro_batches, tiny_config
+from helpers import Lent, counting_rows, micro_batches, tiny_config
 
 from ats_jax.data.batch import POSITION
 from ats_jax.orchestrator.actions import CorrectStep, Stop
@@ -23,25 +24,17 @@ from ats_jax.orchestrator.signals.probe import Probe
 from ats_jax.orchestrator.supervisor import Supervisor
 from ats_jax.orchestrator.trials.paired import NextUpdates
 from ats_jax.orchestrator.trials.snapshots import COPIES
-from ats_jax.step.program import make_program
 from ats_jax.step.schedule import learning_rate
 
 EVERY = 8
-SETTINGS = {
-  "num_steps": 200,
-  "data.batch_size": 8,
-  "optimizer.schedule": "cosine",
-  "orchestrator.mode": "act",
-  "orchestrator.check_interval": EVERY,
-  "orchestrator.snapshot_interval": EVERY,
-}
+CFG = canonical.config("dense", canonical.SUPERVISED)
 PROBE = counting_rows(10**6)
 
 
 @pytest.fixture(scope="module")
 def program():
-  with jax.set_mesh(make_test_mesh(1, 1, 1)):
-    yield make_program(tiny_config(SETTINGS))
+  with jax.set_mesh(canonical.mesh()):
+    yield canonical.program(CFG)
 
 
 class Data(Lent):
@@ -64,7 +57,7 @@ class Run:
   """A run with a hand in it."""
 
   def __init__(self, program, path):
-    self.program, self.state, self.step, self.data = program, program.init(), 0, Data(program)
+    self.program, self.state, self.step, self.data = program, canonical.state(CFG), 0, Data(program)
     self.supervisor = Supervisor(program, PROBE, path, loop=self.data)
     self.supervisor.start(0, self.state)
 
@@ -120,7 +113,7 @@ def test_scores_may_differ_as_they_did_at_the_start_where_nothing_says_they_are_
   noise = itertools.cycle([0.0, 1e-2, -1e-2])
   gpu = dataclasses.replace(program.device, platform="gpu")
   noisy = dataclasses.replace(scoring(program, noise), device=gpu)
-  probe, model, rules = Probe(program, PROBE), program.init().model, program.rules(1)
+  probe, model, rules = Probe(program, PROBE), canonical.state(CFG).model, program.rules(1)
   probe.begin(noisy, model, rules)
   assert probe.spread == pytest.approx(2e-2 / 128, rel=0.1)  # of as many tokens
   twice = lambda program: [probe.score(program, model, rules) for _ in range(2)]

@@ -1,9 +1,10 @@
 """A dead expert is seen, recycled at a pause without a change of the loss, and that is undone."""
 
+import canonical
 import jax
 import numpy as np
 import pytest
-from helpers import micro_batches, random_rows, tiny_config
+from helpers import micro_batches, random_rows
 from readings import INTERVAL, reading
 
 from ats_jax.config.schema import OrchestratorConfig
@@ -19,22 +20,21 @@ from ats_jax.orchestrator.policy.state import PolicyState
 from ats_jax.orchestrator.record import ledger
 from ats_jax.orchestrator.signals.experts import OpenExperts, moe_layers
 from ats_jax.orchestrator.supervisor import Supervisor
-from ats_jax.step.program import make_program
 
 DEAD, LAYER = 2, 1
 EXACT = 1e-5  # nats per token, float32
-CFG = tiny_config(
-  {
+CFG = canonical.config(
+  "experts",
+  canonical.STEERED
+  | {
     "num_steps": 400,
-    "moe.num_experts": 4,
     "moe.spare_experts": 1,
-    "moe.d_ff": 32,
     "moe.dense_first": 1,
+    "moe.router_bias": True,
     "moe.bias_update": "none",
     "moe.aux_loss": 0.0,
-    "orchestrator.mode": "act",
     "orchestrator.check_interval": 4,
-  }
+  },
 )
 
 
@@ -48,8 +48,8 @@ def starve(state):
 @pytest.mark.thorough
 def test_a_dead_expert_is_recycled_at_a_pause_and_the_loss_is_the_same(mesh, tmp_path):
   assert moe_layers(CFG) == (LAYER,)
-  program, probe = make_program(CFG), random_rows(CFG, 8, seed=99)
-  state = program.init()
+  program, probe = canonical.program(CFG), random_rows(CFG, 8, seed=99)
+  state = canonical.state(CFG)
   starve(state)
   path = tmp_path / "decisions.jsonl"
   supervisor = Supervisor(program, probe, path)
@@ -88,7 +88,7 @@ def test_a_dead_expert_is_recycled_at_a_pause_and_the_loss_is_the_same(mesh, tmp
 
 
 def test_what_is_pruned_can_be_opened_again(mesh):
-  state = make_program(CFG).init()
+  state = canonical.state(CFG)
   weights = np.asarray(surgery._moe(state.model, find_layer(CFG, LAYER).block).gate.weight[...])
   action = PruneExpert(LAYER, 0)
   state = action.apply(state, CFG)
@@ -102,7 +102,7 @@ def test_what_is_pruned_can_be_opened_again(mesh):
 
 
 def test_closed_slots_are_not_starved_and_one_batch_is_not_an_interval(mesh):
-  experts = OpenExperts(CFG, make_program(CFG).init())
+  experts = OpenExperts(CFG, canonical.state(CFG))
   slots = experts.is_open.shape[1]
   assert experts.is_open.sum() == 4 and slots == 5
   even = np.where(experts.is_open, 0.25, 0.0)

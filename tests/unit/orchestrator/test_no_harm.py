@@ -17,7 +17,7 @@ from lab.faults.bench import Bench
 from lab.faults.single import run
 from lab.faults.suite import AUDIT
 
-STEPS = 140
+STEPS = 100
 AS_WELL = 0.02  # nats: less is no difference
 FAR = 0.25  # nats: more than the margin ever is at first, though the rate rose
 
@@ -55,7 +55,7 @@ def test_a_second_domain_is_trained_on(result):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("flipped", [("weight", 30), ("mu", 30), ("nu", 31)])
+@pytest.mark.parametrize("flipped", [("weight", 30), ("nu", 31)])
 def test_a_flipped_bit_is_named_and_costs_nothing(result, flipped):
   place, bit = flipped
   """Weights go back, which costs some steps; of moments the element begins anew."""
@@ -68,27 +68,15 @@ def test_a_flipped_bit_is_named_and_costs_nothing(result, flipped):
   assert guarded["rollbacks"] == (place == "weight") and not guarded["stops"]
 
 
-@pytest.mark.parametrize("place", ["adam_steps", "step"])
 @pytest.mark.thorough
-def test_a_count_that_is_off_is_mended(result, place):
-  """Adam's before it is used; the step, which the rate goes by, at the next look that reads it."""
-  guarded, _ = result("ours", f"flip_{place}_b6")
-  clipped, _ = result("clip", "flip_step_b6" if place == "step" else "clean")
+def test_a_count_that_is_off_is_mended(result):
+  """That of steps, which the rate goes by, at the next look that reads it."""
+  guarded, _ = result("ours", "flip_step_b6")
+  clipped, _ = result("clip", "flip_step_b6")
   assert guarded["loss"] < clipped["loss"] + AS_WELL
   assert guarded["rollbacks"] == guarded["cuts"] == 0
   corrected = [action["action"] for *_, action in guarded["decisions"]]
-  assert corrected == (["CorrectStep"] if place == "step" else [])
-  if place == "adam_steps":
-    assert guarded["weights"] == clipped["weights"] and guarded["updates"] == STEPS
-
-
-@pytest.mark.thorough
-def test_a_rate_thirty_times_too_high_is_held_or_cut(result):
-  guarded, looks = result("ours", "schedule_x30_forever")
-  assert guarded["loss"] < result("clip", "clean")[0]["loss"] + FAR
-  after = [look.judgement.finding for look in looks if look.reading.first > guarded["onset"]]
-  said = [finding.cause for finding in after if finding is not None]
-  assert len(said) >= 3 and set(said) == {"learning rate"}
+  assert corrected == ["CorrectStep"]
 
 
 @pytest.mark.thorough

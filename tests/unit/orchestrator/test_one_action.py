@@ -7,25 +7,18 @@ import dataclasses
 import re
 from pathlib import Path
 
+import canonical
 import numpy as np
 import pytest
-from helpers import counting_rows, micro_batches, tiny_config
+from helpers import counting_rows, micro_batches
 
 from ats_jax.orchestrator import actions, hooks
 from ats_jax.orchestrator.record import ledger
 from ats_jax.orchestrator.record.narrate import tell
 from ats_jax.orchestrator.supervisor import Supervisor
-from ats_jax.step.program import make_program
 
 DOC = Path(__file__).parents[3] / "docs" / "guides" / "orchestrator.md"
-CFG = tiny_config(
-  {
-    "num_steps": 100,
-    "optimizer.schedule": "constant",
-    "orchestrator.mode": "act",
-    "orchestrator.check_interval": 4,
-  }
-)
+CFG = canonical.config("dense", canonical.SUPERVISED | {"orchestrator.check_interval": 4})
 
 
 @pytest.fixture
@@ -39,8 +32,8 @@ def action():
 
 
 def test_a_new_action_goes_all_the_way(mesh, tmp_path, action):
-  program, path = make_program(CFG), tmp_path / "decisions.jsonl"
-  state, probe = program.init(), counting_rows(10**6)
+  program, path = canonical.program(CFG), tmp_path / "decisions.jsonl"
+  state, probe = canonical.state(CFG), counting_rows(10**6)
   supervisor, heads = Supervisor(program, probe, path), {}
   supervisor.start(0, state)
   hook = hooks.register(lambda look: action(8.0) if look.step == 8 else None)

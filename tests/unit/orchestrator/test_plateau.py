@@ -4,11 +4,12 @@ import dataclasses
 import json
 import math
 
+import canonical
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import Lent, counting_rows, make_test_mesh, micro_batches, tiny_config
+from helpers import Lent, counting_rows, make_test_mesh, micro_batches
 from readings import INTERVAL, reading
 
 from ats_jax.config.schema import OrchestratorConfig
@@ -130,25 +131,18 @@ def test_branches_end_after_two_that_lost_and_after_a_few_in_all():
 
 # On the real step.
 
-SETTINGS = {
-  "num_steps": 240,
-  "data.batch_size": 8,
-  "model.d_model": 32,
-  "optimizer.warmup_steps": 8,
-  "optimizer.schedule": "constant",
-  "orchestrator.mode": "act",
-  "orchestrator.check_interval": 8,
-  "orchestrator.snapshot_interval": 8,
-  "orchestrator.raise_learning_rate": True,
-}
+CFG = canonical.config(
+  "dense",
+  canonical.SUPERVISED | {"optimizer.warmup_steps": 8, "orchestrator.raise_learning_rate": True},
+)
 LOW, TUNED = 0.02, 1.0  # of a rate of 1e-2
 
 
 @pytest.fixture(scope="module")
 def program():
   """One compiled step for all runs."""
-  with jax.set_mesh(make_test_mesh(1, 1, 1)):
-    yield with_faults(make_program(tiny_config(SETTINGS)))
+  with jax.set_mesh(canonical.mesh()):
+    yield with_faults(canonical.program(CFG))
 
 
 def train(program, steps, rate, path=None, *, raises=True):
@@ -157,7 +151,7 @@ def train(program, steps, rate, path=None, *, raises=True):
   cfg = dataclasses.replace(program.cfg, orchestrator=orchestrator)
   lent, program = Lent(), dataclasses.replace(program, cfg=cfg)
   supervisor = Supervisor(program, counting_rows(10**6), path, loop=lent)
-  state, fault = program.init(), Fault(jnp.float32(1.0), jnp.float32(rate))
+  state, fault = canonical.state(CFG), Fault(jnp.float32(1.0), jnp.float32(rate))
   supervisor.start(0, state)
   for step in range(1, steps + 1):
     batch = micro_batches(counting_rows(step), 1)
@@ -207,7 +201,7 @@ def test_the_winner_is_the_state_of_a_run_with_that_rate(program):
   state, supervisor = train(program, 8 * (2 + CALM_LOOKS + TRIAL_LOOKS), LOW)
   ((step, _),) = supervisor.decisions
   first = step - TRIAL_LOOKS * 8
-  by_hand, fault = program.init(), Fault(jnp.float32(1.0), jnp.float32(LOW))
+  by_hand, fault = canonical.state(CFG), Fault(jnp.float32(1.0), jnp.float32(LOW))
   for number in range(1, step + 1):
     if number == first + 1:
       by_hand = carry_out(HIGHER, by_hand, program.cfg)  # the limit of the rate rises too
@@ -223,7 +217,7 @@ def test_the_winner_is_the_state_of_a_run_with_that_rate(program):
 def test_steps_are_made_again_on_eight_devices_by_the_program_that_there_is():
   mesh = make_test_mesh(2, 2, 2)
   with jax.set_mesh(mesh):
-    program = make_program(tiny_config(SETTINGS))
+    program = make_program(CFG)
     state, probe = program.init(), to_global(counting_rows(10**6), mesh)
     look = lambda model: program.eval_step(model, probe, program.rules(1))
     compiled = program.compile_train_step(state, program.training_rules(1))

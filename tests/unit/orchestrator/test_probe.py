@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+import canonical
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,29 +24,26 @@ from ats_jax.step.program import make_program
 from ats_jax.train.feed import _probe_shape
 
 EVERY, LOOKS = 4, 5  # steps from look to look, looks from reading to reading
-SETTINGS = {
-  "num_steps": 400,
-  "data.batch_size": 8,
-  "optimizer.schedule": "constant",
-  "orchestrator.mode": "act",
+SETTINGS = canonical.SUPERVISED | {
   "orchestrator.check_interval": EVERY,
   "orchestrator.snapshot_interval": EVERY,
   "orchestrator.probe_share": FORWARD / EVERY / LOOKS,  # the probe is as large as a batch
 }
+CFG = canonical.config("dense", SETTINGS)
 ROWS = counting_rows(10**6)
 
 
 @pytest.fixture(scope="module")
 def program():
-  with jax.set_mesh(make_test_mesh(1, 1, 1)):
-    yield make_program(tiny_config(SETTINGS))
+  with jax.set_mesh(canonical.mesh()):
+    yield canonical.program(CFG)
 
 
 class Run:
   """A run of `steps`, and what its ledger says of each look."""
 
   def __init__(self, program, path, probe=ROWS):
-    self.program, self.path, self.step, self.state = program, path, 0, program.init()
+    self.program, self.path, self.step, self.state = program, path, 0, canonical.state(CFG)
     self.supervisor = Supervisor(program, probe, path)
     self.supervisor.start(0, self.state)
 
@@ -92,7 +90,7 @@ def test_a_part_takes_no_more_memory_than_a_batch_of_an_evaluation(
 
 
 def test_parts_sum_to_the_whole(program):
-  state, rules = program.init(), program.rules(1)
+  state, rules = canonical.state(CFG), program.rules(1)
   whole, parts = Probe(program, ROWS), Probe(program, micro_batches(ROWS, 4))
   score = lambda probe: probe_loss(probe.score(program, state.model, rules))
   assert score(parts) == pytest.approx(score(whole), rel=1e-6)
@@ -100,7 +98,7 @@ def test_parts_sum_to_the_whole(program):
 
 
 def test_parts_lie_on_eight_devices_as_batches_do(program):
-  state, rules = program.init(), program.rules(1)
+  state, rules = canonical.state(CFG), program.rules(1)
   want = probe_loss(Probe(program, ROWS).score(program, state.model, rules))
   mesh = make_test_mesh(2, 2, 2)
   with jax.set_mesh(mesh):

@@ -58,7 +58,9 @@ def train(program, path):
 
 
 @pytest.mark.thorough
-def test_the_probe_follows_the_capacity(program, tmp_path):
+def test_the_probe_follows_the_capacity_and_a_branch_whose_rules_change_is_dropped(
+  program, tmp_path
+):
   supervisor, losses = train(program, path := tmp_path / "decisions.jsonl")
   looks = [row["reading"] for row in ledger.read_lines(path) if row["kind"] == "check"]
   assert {look["step"]: look["probe"] for look in looks} == {
@@ -69,11 +71,6 @@ def test_the_probe_follows_the_capacity(program, tmp_path):
   assert supervisor.policy.rules == dataclasses.astuple(program.rules(STEPS))
   assert supervisor.policy.from_json(supervisor.policy.to_json()) == supervisor.policy
   assert ledger.replay(path) == ledger.decisions(path)
-
-
-@pytest.mark.thorough
-def test_a_branch_whose_rules_change_is_dropped(program, tmp_path):
-  """It would begin at step 20, after three calm looks; the next begins, and ends, by new rules."""
-  supervisor, _ = train(program, path := tmp_path / "decisions.jsonl")
+  # It would begin at step 20, after three calm looks; the next begins, and ends, by new rules.
   branches = [row["first"] for row in ledger.read_lines(path) if row["kind"] == "trial"]
   assert branches == [RUNG + 2 * EVERY] and supervisor.replayed == TRIAL_LOOKS * EVERY

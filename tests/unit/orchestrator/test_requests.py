@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import canonical
 import jax
 import numpy as np
 import pytest
@@ -151,17 +152,18 @@ def test_what_can_never_be_done_ends_the_run_at_once(action, message):
 
 # ---- on the real step
 
-CFG = tiny_config(
-  {
-    "num_steps": 200,
-    "moe.num_experts": 4,
+CFG = canonical.config(
+  "experts",
+  canonical.STEERED
+  | {
+    "num_steps": 400,
     "moe.spare_experts": 1,
-    "moe.d_ff": 32,
     "moe.dense_first": 1,
-    "optimizer.learning_rate": 1e-3,
-    "orchestrator.mode": "act",
+    "moe.router_bias": True,
+    "moe.bias_update": "none",
+    "moe.aux_loss": 0.0,
     "orchestrator.check_interval": 4,
-  }
+  },
 )
 LAYER = 1
 
@@ -178,10 +180,10 @@ def asked():
 class Run:
   """A few steps of a small model with experts, under the supervisor."""
 
-  def __init__(self, cfg, path, saves=()):
-    self.program, self.path, self.saves, self.rows = make_program(cfg), path, saves, []
-    self.state, self.step = self.program.init(), 0
-    self.probe = random_rows(cfg, 8, seed=99)
+  def __init__(self, path, saves=()):
+    self.program, self.path, self.saves, self.rows = canonical.program(CFG), path, saves, []
+    self.state, self.step = canonical.state(CFG), 0
+    self.probe = random_rows(CFG, 8, seed=99)
     self.supervisor = Supervisor(self.program, self.probe, path)
     self.supervisor.start(0, self.state)
 
@@ -208,10 +210,9 @@ class Run:
     return [row for row in ledger.read_lines(self.path) if row["kind"] == kind]
 
 
-@pytest.mark.thorough
 def test_hooks_steer_a_run_without_a_new_program(mesh, tmp_path, asked):
   asked |= {8: SetExpertDropout(0.5), 40: SetExpertDropout(0.0), 60: ScaleTemperature(2.0)}
-  run = Run(CFG, tmp_path / "decisions.jsonl")(16)
+  run = Run(tmp_path / "decisions.jsonl")(16)
   programs = run.program.train_step._cache_size()
   run(90)
   run.supervisor.close()
@@ -231,7 +232,7 @@ def test_hooks_steer_a_run_without_a_new_program(mesh, tmp_path, asked):
 
 def test_an_expert_is_added_at_a_checkpoint_released_and_taken_back(mesh, tmp_path, asked):
   asked |= {8: AddExpert(LAYER), 12: AddExpert(LAYER)}
-  run = Run(CFG, tmp_path / "decisions.jsonl", saves=(40, 60))(39)
+  run = Run(tmp_path / "decisions.jsonl", saves=(40, 60))(39)
   programs = run.program.train_step._cache_size()
   before = run.probe_loss()
   assert not run.kinds("decision")  # experts are edited while the loop waits anyway
@@ -260,7 +261,7 @@ def test_an_expert_is_added_at_a_checkpoint_released_and_taken_back(mesh, tmp_pa
 
 
 def test_adding_an_expert_is_exact(mesh):
-  run = Run(CFG, None)(2)
+  run = Run(None)(2)
   before = run.probe_loss()
   ready = Requests(CFG, [Request(AddExpert(LAYER)).to_json()]).ready(
     PolicyState(), run.state, 2, pause=True
@@ -270,17 +271,17 @@ def test_adding_an_expert_is_exact(mesh):
 
 
 def test_temperature_is_that_of_the_setting(mesh):
-  cfg = dataclasses.replace(CFG, moe=dataclasses.replace(CFG.moe, router_bias=True))
-  warm = dataclasses.replace(cfg, moe=dataclasses.replace(cfg.moe, temperature=2.0))
-  program, rows = make_program(cfg), random_rows(cfg, 8, seed=3)
-  state = program.init()
+  warm = dataclasses.replace(CFG, moe=dataclasses.replace(CFG.moe, temperature=2.0))
+  program, rows, state = canonical.program(CFG), random_rows(CFG, 8, seed=3), canonical.state(CFG)
   other = make_program(warm)
-  want = np.asarray(other.eval_step(other.init().model, rows, other.rules(1)))
+  same = jax.tree.unflatten(jax.tree.structure(other.init(abstract=True).model),
+                            jax.tree.leaves(state.model))  # fmt: skip
+  want = np.asarray(other.eval_step(same, rows, other.rules(1)))
   kept = jax.tree.map(np.asarray, state.model)
-  changed = ScaleTemperature(2.0).apply(state, cfg)
+  changed = ScaleTemperature(2.0).apply(state, CFG)
   np.testing.assert_allclose(
     program.eval_step(changed.model, rows, program.rules(1)), want, rtol=1e-6
   )
-  back = ScaleTemperature(2.0).undo().apply(changed, cfg)
+  back = ScaleTemperature(2.0).undo().apply(changed, CFG)
   for a, b in zip(jax.tree.leaves(back.model), jax.tree.leaves(kept), strict=True):
     np.testing.assert_array_equal(np.asarray(a), b)

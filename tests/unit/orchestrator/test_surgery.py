@@ -65,20 +65,18 @@ def assert_same_bits(got, want):
 # The function is kept, whatever the routing. (2 of 4 with softmax: the run below.)
 
 VARIANTS = {
-  "1 of 4, shared, ema": {"moe.top_k": 1, "moe.num_shared": 1, "optimizer.ema_decay": 0.9},
-  "1 of 4, sigmoid, biases, dense layer": SIGMOID
-  | {"moe.top_k": 1, "moe.router_bias": True, "moe.expert_bias": True}
-  | {"moe.temperature": 2.0, "moe.dense_first": 1},
+  "1 of 4, sigmoid, shared, biases, ema, dense layer": SIGMOID
+  | {"moe.top_k": 1, "moe.router_bias": True, "moe.expert_bias": True, "moe.num_shared": 1}
+  | {"moe.temperature": 2.0, "moe.dense_first": 1, "optimizer.ema_decay": 0.9},
   "2 of 4, sigmoid, not renormalised, groups, capacity": SIGMOID
   | {"moe.num_groups": 2, "moe.top_groups": 1, "moe.renormalize": False}
   | {"moe.dispatch": "capacity"},
   "4 of 4, not renormalised, null, bfloat16": BFLOAT16
   | {"moe.top_k": 4, "moe.renormalize": False, "moe.null_experts": 2},
-  "4 of 4, sigmoid": SIGMOID | {"moe.top_k": 4},
 }
 
 
-@pytest.mark.parametrize("changes", thorough_but([*VARIANTS.values()], 0, 2), ids=VARIANTS.keys())
+@pytest.mark.parametrize("changes", thorough_but([*VARIANTS.values()], 0, 1), ids=VARIANTS.keys())
 def test_a_split_keeps_the_function(mesh, changes):
   cfg = tiny_config(BASE | changes)
   program, rows, layer = make_program(cfg), random_rows(cfg, 8), 1

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import canonical
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,12 +10,10 @@ import optax
 import pytest
 from helpers import named_leaves, tiny_config
 
-from ats_jax.model.param import Role, params_of, roles
+from ats_jax.model.param import Role, params_of, roles, trainable
 from ats_jax.orchestrator.actions import AddExpert, PruneExpert, ReopenExpert, surgery
 from ats_jax.orchestrator.actions.expert_view import find_layer, view_experts
-from ats_jax.step.optimizers import Optimizer
 from ats_jax.step.optimizers.base import per_parameter
-from ats_jax.step.program import init_state, make_program
 
 CFG = tiny_config(
   {
@@ -37,7 +36,6 @@ def masked_lion():
 
 # The transformation, and which arrays it keeps that have a row for each expert.
 KEEPS = {
-  "lion": (optax.scale_by_lion(), {"mu": 5}),
   "lion for experts alone": (masked_lion(), {"mu": 3}),
   "adam of optax": (optax.scale_by_adam(), {"mu": 5, "nu": 5}),
   # Rows and columns of stacks; what is summed over experts has no row of one.
@@ -48,9 +46,10 @@ KEEPS = {
 @pytest.mark.parametrize(("tx", "keeps"), KEEPS.values(), ids=KEEPS.keys())
 @pytest.mark.thorough
 def test_rows_go_with_their_experts(mesh, tx, keeps):
-  state = init_state(CFG, make_program(CFG).num, Optimizer(tx, "cpu"))
+  state = canonical.state(CFG)
   ones = lambda x: jnp.ones_like(x) if jnp.issubdtype(x.dtype, jnp.floating) else x
-  state = dataclasses.replace(state, opt_state=jax.tree.map(ones, state.opt_state))
+  opt_state = tx.init(trainable(state.model))
+  state = dataclasses.replace(state, opt_state=jax.tree.map(ones, opt_state))
   was = named_leaves(state.opt_state)
   rows = surgery._kept_rows(state, find_layer(CFG, LAYER).block)
   assert {name: sum(n == name for n, *_ in rows) for name in keeps} == keeps

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 
+import canonical
 import jax
 import numpy as np
 import pytest
@@ -24,7 +25,6 @@ from ats_jax.orchestrator.record.narrate import tell
 from ats_jax.orchestrator.signals.interval import probe_loss
 from ats_jax.orchestrator.supervisor import Supervisor
 from ats_jax.orchestrator.trials.paired import Effect, NextUpdates, look_ahead
-from ats_jax.step.program import make_program
 
 SETTINGS = {
   "num_steps": 400,
@@ -40,10 +40,10 @@ SETTINGS = {
 class Run:
   """A run of a tiny model that saves, or could, every 40 steps."""
 
-  def __init__(self, rate, path=None, **settings):
-    self.cfg = tiny_config(SETTINGS | {"optimizer.learning_rate": rate} | settings)
-    self.program, self.path, self.step = make_program(self.cfg), path, 0
-    self.state = self.program.init()
+  def __init__(self, rate, path=None):
+    self.cfg = tiny_config(SETTINGS | {"optimizer.learning_rate": rate})
+    self.program, self.path, self.step = canonical.program(self.cfg), path, 0
+    self.state = canonical.state(self.cfg)
     lent = Lent(ahead=NextUpdates(self.step_ahead, self.batches))
     self.supervisor = Supervisor(self.program, counting_rows(10**6), path, loop=lent)
     self.supervisor.start(0, self.state)

@@ -3,33 +3,24 @@
 import dataclasses
 from types import SimpleNamespace
 
-import jax
+import canonical
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import make_test_mesh, tiny_config
 
 from ats_jax.orchestrator.actions import ChangeSettings, Rollback, SetLearningRateScale
 from ats_jax.orchestrator.actions.base import carry_out
 from ats_jax.orchestrator.trials.snapshots import Snapshot, Snapshots
 from ats_jax.step.optimizers.adamw import AdamState, check_moments, most_ratio, within_bound
-from ats_jax.step.program import make_program
 
-CFG = tiny_config(
-  {
-    "orchestrator.mode": "act",
-    "orchestrator.check_interval": 4,
-    "optimizer.schedule": "constant",
-  }
-)
+CFG = canonical.config("dense", canonical.SUPERVISED)
 PEAK = CFG.optimizer.learning_rate
 
 
 @pytest.fixture(scope="module")
 def state():
   """Past the warm-up, at the highest rate so far."""
-  with jax.set_mesh(make_test_mesh(1, 1, 1)):
-    new = make_program(CFG).init()
+  new = canonical.state(CFG)
   reflex = new.reflex._replace(rate=jnp.float32(PEAK))
   return dataclasses.replace(new, step=jnp.int32(CFG.num_steps // 2), reflex=reflex)
 
