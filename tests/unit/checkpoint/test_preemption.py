@@ -26,8 +26,7 @@ def wait():
 
 with StopSignal() as stop:
   say("ready")
-  while not stop.requested:
-    wait()
+  wait()
   say("stopping", stop.requested, stop.agreed(0))
   wait()
   wait()

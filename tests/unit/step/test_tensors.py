@@ -1,19 +1,19 @@
 """Numbers for each tensor of a tree of parameters."""
 
+import canonical
 import jax
 import numpy as np
 import pytest
-from helpers import make_test_mesh, tiny_config
+from helpers import make_decoder, make_test_mesh
 
 from ats_jax.model.param import trainable
 from ats_jax.step import tensors
-from ats_jax.step.program import make_program
 
 
-@pytest.fixture(scope="module", params=[(1, 1, 1), (2, 2, 2)], ids=str)
-def params(request):
-  with jax.set_mesh(make_test_mesh(*request.param)):
-    yield trainable(make_program(tiny_config()).init().model)
+@pytest.fixture(scope="module")
+def params():
+  with jax.set_mesh(make_test_mesh(2, 2, 2)):
+    yield trainable(make_decoder(canonical.config("dense")))
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
