@@ -89,7 +89,7 @@ def test_a_mesh_of_eight_gives_the_tokens_of_one_device():
   results = []
   for shape in ((1, 1, 1), (2, 2, 2)):
     with jax.set_mesh(make_test_mesh(*shape)):
-      model = canonical.model(CFG)
+      model = make_decoder(CFG)
       tokens = generate_tokens(model, TOKENIZER, sampling, prompt="some prompt", seed=5)
       results.append(list(tokens))
   assert results[0] == results[1] and len(results[0]) == GREEDY.max_tokens

@@ -16,7 +16,7 @@ from ats_jax.orchestrator.policy.state import PolicyState
 from ats_jax.orchestrator.record import ledger
 from ats_jax.orchestrator.supervisor import Supervisor
 
-ACT = {"num_steps": 400, "orchestrator.mode": "act", "orchestrator.check_interval": 4}
+ACT = canonical.SUPERVISED | {"orchestrator.check_interval": 4}
 
 
 def config(factor):

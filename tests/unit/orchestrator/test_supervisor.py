@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from copies import most_copies
-from helpers import Lent, counting_rows, micro_batches
+from helpers import Lent, counting_rows, micro_batches, tiny_config
 
 from ats_jax.orchestrator import hooks, supervisor
 from ats_jax.orchestrator.actions import Rollback, SetSkips
@@ -27,9 +27,18 @@ from ats_jax.orchestrator.trials.snapshots import (
 )
 from lab.faults.inject import Fault, with_faults
 
-CFG = canonical.config("dense", canonical.SUPERVISED | {"optimizer.warmup_steps": 8})
+FAULT_STEP, STEPS = 160, 220
+# The default schedule, so that the rate is low at the end.
+CFG = tiny_config(
+  {
+    "num_steps": STEPS,
+    "optimizer.warmup_steps": 10,
+    "orchestrator.mode": "act",
+    "orchestrator.check_interval": 8,
+    "orchestrator.snapshot_interval": 8,
+  }
+)
 EVERY = CFG.orchestrator.check_interval
-FAULT_STEP, STEPS = 120, 168
 NO_FAULT = Fault(jnp.float32(1.0), jnp.float32(1.0))
 
 
