@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import EVALUATION, make_test_mesh, pack, tiny_config
+from helpers import EVALUATION, make_decoder, make_test_mesh, pack, tiny_config
 
 from ats_jax.config.schema import SampleConfig
 from ats_jax.data.tokens.tokenizer import ByteTokenizer

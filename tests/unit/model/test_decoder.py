@@ -104,8 +104,8 @@ def loss_and_grads(cfg):
   "changes",
   [
     {"step.remat": "full"},
-    {"step.remat": "dots", "step.scan_unroll": 2},
     {"step.remat": "names", "step.scan_unroll": 3},
+    pytest.param({"step.remat": "dots", "step.scan_unroll": 2}, marks=pytest.mark.thorough),
     pytest.param({"step.remat": "qkv"}, marks=pytest.mark.thorough),
   ],
 )
@@ -145,7 +145,7 @@ def test_recomputation_keeps_fewer_arrays(mesh, remat):
     cfg = canonical.config("dense", {"step.remat": policy})
     model, rows = canonical.model(cfg), random_rows(cfg, 4)
     call = lambda m: hidden(m, rows["tokens"], rows["segment_ids"], rows["positions"])
-    _, backward = jax.vjp(call, model)
+    backward = jax.eval_shape(lambda m: jax.vjp(call, m)[1], model)
     return sum(leaf.size for leaf in jax.tree.leaves(backward))
 
   assert residuals(remat) < residuals("none")

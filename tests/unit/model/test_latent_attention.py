@@ -117,6 +117,7 @@ def test_output_and_gradients(mesh, changes):
     np.testing.assert_allclose(got[name], value, RTOL, ATOL, err_msg=name)
 
 
+@pytest.mark.mesh
 def test_over_devices_as_on_one():
   cfg = tiny_config(LATENT)
   with jax.set_mesh(make_test_mesh(1, 1, 1)):
@@ -190,6 +191,7 @@ def test_the_planner_gathers_both_sides_of_the_latents():
   assert parts["compute weights"] == 4 * (layer + 3 * 32 * 64 + head)
 
 
+@pytest.mark.thorough
 def test_in_eight_bits(mesh):
   """Near what it is in float32, as matrices of e4m3 have relative errors of 2^-4 at most."""
   wide = {"kv_latent_dim": 32, "head_dim": 32, "latent_rope_dim": 16, "v_head_dim": 16}

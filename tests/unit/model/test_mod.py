@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import make_test_mesh, named_leaves, pack, tiny_config
+from helpers import make_test_mesh, named_leaves, pack, thorough_but, tiny_config
 
 from ats_jax.model.block import Block, TokenContext
 from ats_jax.model.forward_pass import Pass
@@ -216,7 +216,7 @@ def wide():
     yield
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids="-".join)
+@pytest.mark.parametrize("variant", thorough_but(VARIANTS, 0, 1), ids="-".join)
 def test_block_against_the_reference(wide, variant):
   routing, scope, decision = variant
   choice = {"mod.routing": routing, "mod.scope": scope, "mod.decision": decision}

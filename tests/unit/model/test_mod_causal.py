@@ -89,7 +89,7 @@ def is_past(rows):
   return (np.arange(SEQ) < CUTS[:, None]) & (rows["segment_ids"] > 0)
 
 
-@pytest.mark.parametrize("name", thorough_but([*VARIANTS], 0, 1, 2))
+@pytest.mark.parametrize("name", thorough_but([*VARIANTS], 0, 1))
 def test_later_tokens_leave_earlier_logits_as_they_are(mesh, name):
   cfg, rows = config(name), random_rows(config(name), ROWS, seed=2)
   model, past = settled(name, rows), is_past(rows)

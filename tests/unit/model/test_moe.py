@@ -141,7 +141,7 @@ def check(got, want):
 
 
 @pytest.mark.parametrize(
-  "changes", thorough_but([*VARIANTS.values()], *range(5)), ids=VARIANTS.keys()
+  "changes", thorough_but([*VARIANTS.values()], 1, 3, 4), ids=VARIANTS.keys()
 )
 def test_values_gradients_and_statistics(mesh, changes):
   with jax.enable_x64(True):

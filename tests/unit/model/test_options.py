@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import EVALUATION, make_decoder, tiny_config
+from helpers import EVALUATION, make_decoder, thorough_but, tiny_config
 
 from ats_jax.config.build import with_settings
 from ats_jax.config.schema import Config
@@ -38,11 +38,14 @@ YARN = {
 
 @pytest.mark.parametrize(
   "changes",
-  [
-    {**WINDOWS, "model.window_rope_theta": 20.0},
-    {"model.attn_soft_cap": 2.0, "model.window": 3, "model.attn_scale": 0.5},
-    {**YARN, **OSS, "model.window": 5, "model.qk_norm": True, "model.qk_norm_scope": "all"},
-  ],
+  thorough_but(
+    [
+      {**WINDOWS, "model.window_rope_theta": 20.0},
+      {"model.attn_soft_cap": 2.0, "model.window": 3, "model.attn_scale": 0.5},
+      {**YARN, **OSS, "model.window": 5, "model.qk_norm": True, "model.qk_norm_scope": "all"},
+    ],
+    2,
+  ),
   ids=["windows", "soft-cap", "sinks"],
 )
 def test_with_a_cache_as_without(mesh, changes):

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import TRAINING, make_decoder, named_leaves, random_rows, tiny_config
+from helpers import TRAINING, make_decoder, named_leaves, random_rows, thorough_but, tiny_config
 from rope_reference import rotate
 
 from ats_jax.step.objective import loss_sums
@@ -93,43 +93,47 @@ def reference_loss(p, rows, cfg):
 
 @pytest.mark.parametrize(
   "changes",
-  [
-    {
-      "model.num_kv_heads": 1,
-      "model.qk_norm": True,
-      "model.tie_embeddings": True,
-      "step.label_smoothing": 0.1,
-    },
-    {
-      "model.num_kv_heads": 4,
-      "model.head_dim": 10,
-      "model.rope_theta": 500.0,
-      "model.qkv_bias": True,
-      "model.qk_norm": True,
-      "model.qk_norm_scope": "all",
-      "model.window": 3,
-      "model.attn_out_bias": True,
-      "model.attn_sinks": True,
-      "model.activation": "clamped",
-      "model.gate_limit": 0.5,
-      "step.remat": "full",
-    },
-    {
-      "model.num_layers": 4,
-      "model.window": 3,
-      "model.full_every": 2,
-      "model.window_rope_theta": 50.0,
-      "model.attn_scale": 0.2,
-      "model.attn_soft_cap": 1.5,
-      "model.logit_soft_cap": 2.0,
-      "model.post_norms": True,
-      "model.norm_plus_one": True,
-      "model.scale_embeddings": True,
-      "model.activation": "gelu_tanh",
-      "step.z_loss": 1e-2,
-      "step.label_smoothing": 0.1,
-    },
-  ],
+  thorough_but(
+    [
+      {
+        "model.num_kv_heads": 1,
+        "model.qk_norm": True,
+        "model.tie_embeddings": True,
+        "step.label_smoothing": 0.1,
+      },
+      {
+        "model.num_kv_heads": 4,
+        "model.head_dim": 10,
+        "model.rope_theta": 500.0,
+        "model.qkv_bias": True,
+        "model.qk_norm": True,
+        "model.qk_norm_scope": "all",
+        "model.window": 3,
+        "model.attn_out_bias": True,
+        "model.attn_sinks": True,
+        "model.activation": "clamped",
+        "model.gate_limit": 0.5,
+        "step.remat": "full",
+      },
+      {
+        "model.num_layers": 4,
+        "model.window": 3,
+        "model.full_every": 2,
+        "model.window_rope_theta": 50.0,
+        "model.attn_scale": 0.2,
+        "model.attn_soft_cap": 1.5,
+        "model.logit_soft_cap": 2.0,
+        "model.post_norms": True,
+        "model.norm_plus_one": True,
+        "model.scale_embeddings": True,
+        "model.activation": "gelu_tanh",
+        "step.z_loss": 1e-2,
+        "step.label_smoothing": 0.1,
+      },
+    ],
+    1,
+    2,
+  ),
   ids=["multi-query", "biases", "soft-caps"],
 )
 def test_loss_and_gradients(mesh, changes):

@@ -236,6 +236,7 @@ def test_steps_are_made_again_on_eight_devices_by_the_program_that_there_is():
     compiled(back, batch)
 
 
+@pytest.mark.thorough
 def test_a_good_rate_is_not_changed_and_trying_leaves_no_trace(program, tmp_path):
   programs = program.train_step._cache_size()
   state, supervisor = train(program, 240, TUNED, path := tmp_path / "decisions.jsonl")

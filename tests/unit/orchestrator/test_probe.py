@@ -97,6 +97,7 @@ def test_parts_sum_to_the_whole(program):
   assert parts.every == whole.every == LOOKS
 
 
+@pytest.mark.mesh
 def test_parts_lie_on_eight_devices_as_batches_do(program):
   state, rules = canonical.state(CFG), program.rules(1)
   want = probe_loss(Probe(program, ROWS).score(program, state.model, rules))

@@ -270,6 +270,7 @@ def test_adding_an_expert_is_exact(mesh):
   assert abs(run.probe_loss() - before) < 1e-5
 
 
+@pytest.mark.thorough
 def test_temperature_is_that_of_the_setting(mesh):
   warm = dataclasses.replace(CFG, moe=dataclasses.replace(CFG.moe, temperature=2.0))
   program, rows, state = canonical.program(CFG), random_rows(CFG, 8, seed=3), canonical.state(CFG)

@@ -181,6 +181,7 @@ def test_a_burst_of_noise_is_trained_on_and_told(program, tmp_path, clean_loss):
   assert causes(checks) == ["data", "data"]  # of the look with noise only, and of the next
 
 
+@pytest.mark.thorough
 def test_another_domain_is_taken_in_at_once(program, tmp_path):
   """A switch that nobody declared is trained on, and answered by no rollback and no lower rate.
 

@@ -76,7 +76,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("changes", thorough_but([*VARIANTS.values()], 0, 1), ids=VARIANTS.keys())
+@pytest.mark.parametrize("changes", thorough_but([*VARIANTS.values()], 1), ids=VARIANTS.keys())
 def test_a_split_keeps_the_function(mesh, changes):
   cfg = tiny_config(BASE | changes)
   program, rows, layer = make_program(cfg), random_rows(cfg, 8), 1

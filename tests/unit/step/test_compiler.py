@@ -153,6 +153,7 @@ def test_the_evaluation_gets_its_options(mesh, monkeypatch):
   assert kernels({"xla_disable_hlo_passes": "fusion"}) > 1.2 * kernels({})
 
 
+@pytest.mark.thorough
 def test_the_compiled_step_obeys(mesh):
   def kernels(asked):
     program = make_program(tiny_config({"step.compiler_options": asked, "model.num_layers": 1}))

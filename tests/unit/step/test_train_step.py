@@ -166,6 +166,7 @@ def test_accuracy_and_loss_are_plain_whatever_the_objective(mesh):
   assert abs(vectors[0][3] - vectors[1][3]) > 1e-3  # the gradients do differ
 
 
+@pytest.mark.thorough
 def test_the_average_of_a_bfloat16_model_is_float32(mesh):
   cfg = tiny_config({"precision.param_dtype": "bfloat16", "optimizer.ema_decay": 0.999})
   state = canonical.state(cfg)
