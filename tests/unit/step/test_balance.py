@@ -14,7 +14,7 @@ from xla_flags import FAST_STEPS
 
 from ats_jax.step.program import init_state, make_program
 
-SEEDS, MOST_STEPS, MEDIAN_STEPS, WINDOW = 3, 150, 100, 10
+SEEDS, MOST_STEPS, MEDIAN_STEPS, WINDOW = 5, 150, 100, 10
 
 
 @functools.cache
