@@ -1,6 +1,7 @@
 """Steps on a mesh compared with those of one device, for several kinds of models."""
 
 import functools
+import re
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +20,8 @@ CFG = {
   "step.z_loss": 1e-3,
   "step.remat": "names",
   "optimizer.grad_clip": 0.0,
+  # With its small one Adam makes steps of rounded gradients that move a token to another expert.
+  "optimizer.eps": 1e-3,
   "orchestrator.mode": "off",
 }
 MOE = {
@@ -45,19 +48,29 @@ KINDS = {
   "mod": MOD,
   "hybrid": MOD | MOE | {"mod.decision": "threshold"},
 }
-SCORED = ("dense", "mod")  # evaluation chooses tokens by another rule than training
+SCORED = ("dense", "moe", "mod")  # evaluation chooses tokens by another rule than training
 
 
 class Run(NamedTuple):
   losses: np.ndarray
   grads: dict[str, np.ndarray]
   layers: dict[str, np.ndarray]  # metrics of sparse layers
+  buffers: dict[str, np.ndarray]
   scores: np.ndarray
   shardings: list[dict[str, Any]]
-  compilations: int
+  shards: dict[str, tuple[int, ...]]  # of the state
+  text: str  # of the compiled step
 
   def of_model(self):
     return {k: s for k, s in self.shardings[0].items() if k.startswith(".model")}
+
+
+def of_all_layers(leaves: dict[str, Any]) -> dict[str, np.ndarray]:
+  """Arrays by name; those of the rounds of a pipeline as those of one stack."""
+  found: dict[str, list[np.ndarray]] = {}
+  for name, value in leaves.items():
+    found.setdefault(re.sub(r"segments\[\d+\]", "segments[0]", name), []).append(np.asarray(value))
+  return {name: np.concatenate(v) if len(v) > 1 else v[0] for name, v in found.items()}
 
 
 def mesh_of(sizes):
@@ -74,38 +87,39 @@ def config_of(kind, sizes, changes=()):
 def run(kind: str, *sizes: tuple[str, int]) -> Run:
   """Some steps, and the gradient of the first one, on a mesh of these sizes; others of `mesh`.
 
-  Names with a dot are settings of other sections.
+  Names with a dot are settings of other sections. The step is compiled ahead: it refuses a state
+  that lies otherwise than the first one does.
   """
   cfg, mesh = config_of(kind, dict(sizes)), mesh_of(dict(sizes))
   with on_mesh(cfg, mesh):
     program = make_program(cfg)
     state, rules = program.init(), program.training_rules(1)
     shardings = [{k: v.sharding for k, v in named_leaves(state).items()}]
+    shards = {k: v.addressable_shards[0].data.shape for k, v in named_leaves(state).items()}
     rows = [random_rows(cfg, ROWS, seed=s) for s in range(STEPS)]
+    batches = [to_global(micro_batches(r, ACCUM), mesh) for r in rows]
+    step = program.train_step.lower(state, batches[0], rules).compile()
     losses, grads, layers = [], {}, {}
-    for batch in [to_global(micro_batches(r, ACCUM), mesh) for r in rows]:
-      state, metrics = program.train_step(state, batch, rules)
+    for batch in batches:
+      state, metrics = step(state, batch)
       losses.append(float(metrics["train/loss"]))
       if not grads:  # after one update the first moment is (1 - b1) times the gradient
         mu = named_leaves(state.opt_state[0].mu)
-        grads = {k: np.asarray(v) / (1 - cfg.optimizer.b1) for k, v in mu.items()}
+        grads = {k: v / (1 - cfg.optimizer.b1) for k, v in of_all_layers(mu).items()}
         layers = {k: np.asarray(v) for k, v in named_leaves(metrics.layers).items()}
+        buffers = {k: v for k, v in named_leaves(state.model).items() if "_E" in k}
+        buffers = of_all_layers(buffers)
     shardings.append({k: v.sharding for k, v in named_leaves(state).items()})
     scores = np.zeros(3)
     if kind in SCORED:
       batch = to_global({k: v[: ROWS // ACCUM] for k, v in rows[0].items()}, mesh)
-      scores = program.eval_step(state.weights, batch, program.rules(1))
-    return Run(
-      np.array(losses),
-      grads,
-      layers,
-      np.asarray(scores),
-      shardings,
-      program.train_step._cache_size(),
-    )
+      scores = np.asarray(program.eval_step(state.weights, batch, program.rules(1)))
+    return Run(np.array(losses), grads, layers, buffers, scores, shardings, shards, step.as_text())
 
 
-def assert_equal(many: Run, one: Run, *, of_largest: float = RTOL / 10):
+def assert_equal(many: Run, one: Run, *, of_largest: float = RTOL / 5):
+  """But for sums of another order, in relation to the largest element of a tensor."""
+
   def close(got, want, name):
     np.testing.assert_allclose(got, want, RTOL, of_largest * np.abs(want).max(), err_msg=name)
 
@@ -115,7 +129,7 @@ def assert_equal(many: Run, one: Run, *, of_largest: float = RTOL / 10):
   np.testing.assert_allclose(many.losses[1:], one.losses[1:], later, err_msg="losses")
   close(many.scores, one.scores, "scores")
   assert len(set(one.losses.tolist())) == STEPS  # there is something to compare
-  for part in ("grads", "layers"):
+  for part in ("grads", "layers", "buffers"):
     got, want = getattr(many, part), getattr(one, part)
     assert got.keys() == want.keys()
     for name, value in want.items():
@@ -124,8 +138,7 @@ def assert_equal(many: Run, one: Run, *, of_largest: float = RTOL / 10):
 
 
 def assert_lies_still(many: Run):
-  """One program, whose states lie as the first one does; moments as their weights."""
-  assert many.compilations == 1
+  """States lie as the first one does; moments as their weights, where these are sharded."""
   assert many.shardings[0] == many.shardings[1]
   for name, sharding in many.of_model().items():
     copies = [

@@ -44,18 +44,16 @@ def times(one: Counter[int], number: int) -> Counter[int]:
   return Counter({size: number * count for size, count in one.items()})
 
 
-@pytest.mark.parametrize(
-  "remat", ["none", *(pytest.param(r, marks=pytest.mark.mesh) for r in ("full", "dots"))]
-)
-def test_a_scanned_stack_gathers_each_weight_twice_and_scatters_it_once(remat):
-  every = found(step__remat=remat)
+def test_a_scanned_stack_gathers_each_weight_twice_and_scatters_it_once():
+  every = found(step__remat="none")
   assert sizes(every, "all-gather", in_loop=True) == times(MATRICES, 2)
   assert sizes(every, "all-reduce", in_loop=True) == MATRICES
   assert not sizes(every, "all-reduce", in_loop=False)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+  ("tied", "deterministic"), [(False, True), pytest.param(True, False, marks=pytest.mark.mesh)]
+)
 def test_a_head_is_gathered_once_and_scattered_and_a_table_never(tied, deterministic):
   every = found(model__tie_embeddings=tied, precision__deterministic=deterministic)
   assert sizes(every, "all-gather", in_loop=False) == {TABLE: 1, TOKENS: 1}
@@ -64,20 +62,18 @@ def test_a_head_is_gathered_once_and_scattered_and_a_table_never(tied, determini
   assert sizes(every, "all-to-all", in_loop=False) == {ROWS * 32 // FSDP: 2 * FSDP}
 
 
-@pytest.mark.parametrize(
-  ("remat", "gathers"), [pytest.param("none", 1, marks=pytest.mark.mesh), ("full", 2)]
-)
-def test_an_unrolled_stack_gathers_a_weight_again_where_it_is_not_kept(remat, gathers):
-  every = found(step__remat=remat, step__scan_unroll=LAYERS)
+@pytest.mark.mesh
+def test_an_unrolled_stack_gathers_a_weight_again_where_it_is_not_kept():
+  every, gathers = found(step__remat="full", step__scan_unroll=LAYERS), 2
   ends = Counter([TABLE, TOKENS])
   assert sizes(every, "all-gather", in_loop=False) == times(MATRICES, gathers * LAYERS) + ends
   assert sizes(every, "all-reduce", in_loop=False) == times(MATRICES, LAYERS)
   assert not any(c.in_loop for c in every)
 
 
-@pytest.mark.parametrize("remat", ["full", pytest.param("dots", marks=pytest.mark.mesh)])
-def test_an_unrolled_stack_that_keeps_what_it_gathered_gathers_a_weight_once(remat):
-  unrolled = {"step__remat": remat, "step__scan_unroll": LAYERS}
+@pytest.mark.mesh
+def test_an_unrolled_stack_that_keeps_what_it_gathered_gathers_a_weight_once():
+  unrolled = {"step__remat": "dots", "step__scan_unroll": LAYERS}
   every = found(mesh__fsdp=FSDP, mesh__keep_gathered=True, **unrolled)
   ends = Counter([TABLE, TOKENS])
   assert sizes(every, "all-gather", in_loop=False) == times(MATRICES, LAYERS) + ends
@@ -88,7 +84,9 @@ def test_an_unrolled_stack_that_keeps_what_it_gathered_gathers_a_weight_once(rem
   "changes",
   [
     pytest.param({}, id="scanned"),
-    pytest.param({"step__remat": "full", "step__scan_unroll": LAYERS}, id="unrolled"),
+    pytest.param(
+      {"step__remat": "full", "step__scan_unroll": LAYERS}, marks=pytest.mark.mesh, id="unrolled"
+    ),
     pytest.param(
       {"moe__num_experts": 4, "moe__d_ff": 32, "step__remat": "full"},
       marks=pytest.mark.mesh,
@@ -108,9 +106,9 @@ def test_no_stack_of_layers_is_gathered(changes):
   assert not any(a.shape[0] == LAYERS for a in gathered)
 
 
-@pytest.mark.parametrize("zero", [2, pytest.param(1, marks=pytest.mark.mesh)])
-def test_with_the_weights_whole_new_ones_are_gathered_once_an_update(zero):
-  every = found(mesh__zero=zero, step__accum_steps=2)
+@pytest.mark.mesh
+def test_with_the_weights_whole_new_ones_are_gathered_once_an_update():
+  every = found(mesh__zero=2, step__accum_steps=2)
   stacks = Counter({size * LAYERS: number for size, number in MATRICES.items()})
   assert sizes(every, "all-gather", in_loop=False) == stacks + Counter({TABLE: 2})
   assert not sizes(every, "all-gather", in_loop=True)

@@ -1,4 +1,4 @@
-"""Weights that go as copies from device to device: values of one device, and what is sent."""
+"""Weights that go as copies from device to device: what is sent, and what is kept."""
 
 from collections import Counter
 from types import SimpleNamespace
@@ -6,58 +6,24 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from collectives import collectives, compiled_step
-from equality import CFG, RTOL, assert_equal, assert_lies_still, config_of, mesh_of, run
-from helpers import tiny_config, when
+from equality import CFG, RTOL, config_of, mesh_of, run
+from helpers import tiny_config
 
 from ats_jax.model.param import Role, params_of
 from ats_jax.planner.abstract import abstract_state, device_bytes
 from ats_jax.planner.memory import activations
 from ats_jax.sharding.mesh import make_mesh, on_mesh
 
-COPIES, KEPT = ("copy_engines", True), ("keep_gathered", True)
-# With its small one Adam makes steps of rounded gradients that move a token to another expert.
-LARGE_EPS = ("optimizer.eps", 1e-3)
-CASES = {
-  "dense, fsdp": ("dense", ("fsdp", 4)),
-  "dense, fsdp, kept": ("dense", ("fsdp", 4), ("step.scan_unroll", 2), KEPT),
-  "moe, fsdp, expert": ("moe", ("fsdp", 2), ("expert", 2)),
-  "mod, fsdp, tensor": ("mod", ("fsdp", 2), ("tensor", 2)),
-  "latent, fsdp, context": ("latent", ("fsdp", 2), ("context", 2)),
-  "hybrid, data, fsdp": ("hybrid", ("data", 2), ("fsdp", 2)),
-  "dense, context, qkv": ("dense", ("context", 4), ("step.remat", "qkv")),
-  "dense, fsdp, residuals": ("dense", ("fsdp", 2), ("tensor", 2), ("shard_residuals", True)),
-}
 
-
-@pytest.mark.parametrize(
-  "case",
-  [pytest.param(c, marks=when(i, quick=(2,), ci=(1, 3, 4, 5, 6, 7))) for i, c in enumerate(CASES)],
-)
-def test_copies_have_the_values_of_one_device(case):
-  kind, *sizes = CASES[case]
-  alike = [LARGE_EPS] if kind == "hybrid" else []
-  many = run(kind, *sizes, COPIES, *alike)
-  assert_equal(many, run(kind, *alike), of_largest=RTOL / 5)
-  assert_lies_still(many)
-
-
-@pytest.mark.parametrize(
-  "changed",
-  [
-    pytest.param((("precision.fp8", True), ("precision.fp8_keep_first", 0)), id="8 bits"),
-    pytest.param(
-      (("data", 2), ("compress_gradients", "fp8")), marks=pytest.mark.mesh, id="compressed"
-    ),
-  ],
-)
-def test_copies_have_the_values_of_collectives(changed):
+@pytest.mark.mesh
+def test_copies_have_the_values_of_collectives_in_8_bits():
   """Where one device rounds otherwise."""
-  sizes = ("fsdp", 2), *changed
-  copied, gathered = run("dense", *sizes, COPIES), run("dense", *sizes)
+  sizes = ("fsdp", 2), ("precision.fp8", True), ("precision.fp8_keep_first", 0)
+  copied, gathered = run("dense", *sizes, ("copy_engines", True)), run("dense", *sizes)
   np.testing.assert_allclose(copied.losses, gathered.losses, rtol=RTOL)
 
 
-LAYERS, WAYS, MATRICES = 3, 4, 7
+LAYERS, WAYS, MATRICES = 2, 4, 7
 OF_TABLE = 64 * 32  # and of the head
 
 
@@ -80,10 +46,11 @@ def test_each_shard_is_sent_once_a_pass_to_each_other_device(keep, times):
   assert matrices <= {OF_TABLE, 8 * 16}
 
 
+@pytest.mark.mesh
 def test_what_attention_swaps_goes_as_copies():
   """Between two devices each swap is one; what remat does not keep is swapped again."""
   sizes, sent = {"context": 2}, {}
-  for remat in ("none", "qkv", "attention"):
+  for remat in ("none", "qkv"):
     cfg = config_of("dense", sizes | {"step.remat": remat, "copy_engines": True})
     with on_mesh(cfg, mesh_of(sizes)):
       every = collectives(compiled_step(cfg, mesh_of(sizes)).as_text())
@@ -91,7 +58,7 @@ def test_what_attention_swaps_goes_as_copies():
     assert in_loop["all-to-all"] == 0
     sent[remat] = in_loop["collective-permute"]
   assert sent["none"] >= 8
-  assert (sent["qkv"], sent["attention"]) == (sent["none"] + 1, sent["none"] + 4)
+  assert sent["qkv"] == sent["none"] + 1
 
 
 @pytest.mark.parametrize("remat", ["none", "dots"])

@@ -40,38 +40,28 @@ def losses(sizes, **changes):
     return found
 
 
-@pytest.mark.parametrize(
-  "sizes",
-  [
-    {"fsdp": 2, "tensor": 2},
-    pytest.param({"fsdp": 2, "context": 2}, marks=pytest.mark.slow),
-  ],
-  ids=str,
-)
-def test_operands_are_those_of_weights_that_were_whole(sizes):
+@pytest.mark.mesh
+def test_operands_are_those_of_weights_that_were_whole():
   """With mesh.zero=2 no weight is gathered for a matmul."""
+  sizes = {"fsdp": 2, "tensor": 2}
   found, want = (losses(sizes, mesh__zero=zero) for zero in (3, 2))
   np.testing.assert_allclose(found, want, rtol=2e-6)
   assert found[2] < found[0]
 
 
-@pytest.mark.parametrize(
-  ("remat", "times"), [("names", 2), pytest.param("none", 1, marks=pytest.mark.mesh)]
-)
-def test_matrices_are_gathered_as_bytes(remat, times):
-  cfg = tiny_config(EIGHT | {"mesh.fsdp": 2, "step.remat": remat})
+def test_matrices_are_gathered_as_bytes():
+  cfg = tiny_config(EIGHT | {"mesh.fsdp": 2})
   mesh = mesh_of({"fsdp": 2})
   with on_mesh(cfg, mesh):
     every = collectives(compiled_step(cfg, mesh).as_text())
   gathered = [a for c in every if c.kind == "all-gather" for a in c.arrays if len(a.shape) > 1]
   number = Counter(a.dtype for a in gathered if a.dtype != "s32")  # those are tokens
   # Of a loop over layers in 8 bits, of the last layer for both passes, and of the head.
-  assert number == {"u8": times * MATRICES, "f32": 2 * MATRICES + 1}
+  assert number == {"u8": 2 * MATRICES, "f32": 2 * MATRICES + 1}
 
 
-@pytest.mark.parametrize(
-  ("keep", "times"), [(True, 1), pytest.param(False, 2, marks=pytest.mark.mesh)]
-)
+@pytest.mark.mesh
+@pytest.mark.parametrize(("keep", "times"), [(True, 1), (False, 2)])
 def test_matrices_that_are_kept_are_gathered_once(keep, times):
   unrolled = {"step.remat": "names", "step.scan_unroll": LAYERS}
   cfg = tiny_config(EIGHT | unrolled | {"mesh.fsdp": 2, "mesh.keep_gathered": keep})

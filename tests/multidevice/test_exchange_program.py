@@ -75,22 +75,16 @@ GATHER = ("all-gather", (WAYS * TOKENS, WIDTH))
 SCATTER = ("reduce-scatter", (TOKENS, WIDTH))
 
 
-@pytest.mark.parametrize(
-  ("f", "once"),
-  [
-    (forward, [GATHER, SCATTER]),
-    # The gather's derivative is a sum of blocks, and that of the sum a gather.
-    (with_gradients, [GATHER, GATHER, SCATTER, SCATTER]),
-  ],
-)
-def test_one_gather_of_tokens_and_one_sum_of_blocks_each_way(f, once):
+def test_one_gather_of_tokens_and_one_sum_of_blocks_each_way():
+  """The gather's derivative is a sum of blocks, and that of the sum a gather."""
+  f, once = with_gradients, [GATHER, GATHER, SCATTER, SCATTER]
   in_loop = lambda found, inside: [(kind, shape) for kind, shape, loop in found if loop == inside]
   whole = collectives_of_rows(program(f, "allgather", float(WAYS)))
   assert in_loop(whole, False) == once
   assert not in_loop(whole, True)  # room for all: there are no further passes
   bounded = collectives_of_rows(program(f, "allgather", 1.0))
   assert in_loop(bounded, False) == once  # what a further pass needs stays in its loop
-  assert len(in_loop(bounded, True)) == (2 if f is forward else 5)
+  assert len(in_loop(bounded, True)) == 5
 
 
 def test_bins_travel_to_the_experts_and_back():
@@ -99,11 +93,11 @@ def test_bins_travel_to_the_experts_and_back():
 
 
 @pytest.mark.parametrize(
-  "how", ["allgather", "bins", pytest.param("hierarchical", marks=pytest.mark.mesh)]
+  "how", ["allgather", *(pytest.param(h, marks=pytest.mark.mesh) for h in ("bins", "hierarchical"))]
 )
-@pytest.mark.parametrize("f", [forward, with_gradients])
-def test_the_shared_expert_and_the_exchange_do_not_wait_for_each_other(f, how):
+def test_the_shared_expert_and_the_exchange_do_not_wait_for_each_other(how):
   """So that a scheduler can run them at the same time."""
+  f = with_gradients
   text = program(f, how, float(WAYS))
   entry = text[text.index("\nENTRY ") :]
   operands, shared, exchange = {}, set(), set()
@@ -123,7 +117,7 @@ def test_the_shared_expert_and_the_exchange_do_not_wait_for_each_other(f, how):
   def ancestors(name):
     return {name}.union(*(ancestors(o) for o in operands.get(name, ())))
 
-  assert len(shared) >= (3 if f is forward else 8)
-  assert len(exchange) >= (2 if f is forward else 4)
+  assert len(shared) >= 8
+  assert len(exchange) >= 4
   assert not any(ancestors(name) & exchange for name in shared)
   assert not any(ancestors(name) & shared for name in exchange)

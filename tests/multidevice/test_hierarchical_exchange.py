@@ -5,7 +5,6 @@ import functools
 import json
 from typing import Any, NamedTuple
 
-import equality
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -161,10 +160,8 @@ def check(case, batch):
 
 CASES = [
   Case(hosts=4, choices=3, num_groups=4, top_groups=2),
-  Case(hosts=2, choices=1),
-  Case(hosts=4, choices=2, factor=1.5),
+  Case(hosts=2, choices=2, factor=1.5),
   Case(hosts=8, choices=4),  # a device is a host
-  Case(hosts=2, choices=4, factor=8.0),  # room for all
 ]
 
 
@@ -234,19 +231,7 @@ def test_nothing_but_blocks_of_tokens_crosses_between_hosts():
   assert {one.in_loop for one in found if one.kind == "all-gather"} == {0, 1, 2}
 
 
-LAYER = {"moe.num_experts": 8, "moe.num_groups": 2, "moe.top_groups": 1, "moe.exchange.factor": 2.0}
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
-def test_steps_in_a_pipeline_equal_those_of_one_device():
-  """Of a model whose router keeps to one group, which is a host. It has a loop within hosts."""
-  sizes = {"stage": 2, "expert": 4, "moe.exchange": "hierarchical", "moe.exchange.hosts": 2}
-  one = equality.run("moe", *LAYER.items())
-  equality.assert_equal(equality.run("moe", *(sizes | LAYER).items()), one)
-
-
-# A step in two processes, or in one; the number of hosts in its plan.
+# An evaluation in two processes, or in one; the number of hosts in its plan.
 STEP = """
 import json
 
@@ -265,8 +250,9 @@ def step(settings):
     rows = micro_batches(random_rows(cfg, cfg.data.batch_size), 1)
     own = local_rows(mesh, cfg.data.batch_size)
     batch = to_global({name: a[:, own] for name, a in rows.items()}, mesh)
-    _, metrics = program.train_step(program.init(), batch, program.training_rules(1))
-    return current_plan().hosts, metrics.values.tolist()
+    first = {name: a[0] for name, a in batch.items()}
+    sums = program.eval_step(program.init().model, first, program.rules(1))
+    return current_plan().hosts, sums.tolist()
 """
 MODEL = {
   "model.num_layers": 1,

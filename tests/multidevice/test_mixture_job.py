@@ -2,15 +2,10 @@
 
 import itertools
 import json
-import os
-import signal
 from pathlib import Path
 
-import jobs
 import numpy as np
 import pytest
-import runs
-from commands import forked, train_flags
 from helpers import tiny_config
 from processes import run_job
 
@@ -31,15 +26,6 @@ SETTINGS = {
   "data.batch_size": BATCH_SIZE,
   "data.num_workers": 1,
 }
-CONFIG = """
-from configs.debug import get_config as debug
-
-
-def get_config():
-  config = debug()
-  config.update_from_flattened_dict({0})
-  return config
-"""
 # What each process reads in training, written down.
 PROCESS = """
 import json
@@ -144,29 +130,3 @@ def test_two_processes_share_the_windows_of_a_stream(sources, tmp_path):
       np.testing.assert_array_equal(np.concatenate([h[name] for h in halves], 1), values)
   for one, other in zip(whole[8:], read(2, positions[1]), strict=True):
     np.testing.assert_array_equal(one["tokens"], other["tokens"])
-
-
-@pytest.mark.thorough
-def test_a_job_that_is_killed_goes_on_as_one_process(sources, tmp_path):
-  """Rows of sources are those of a run that nobody killed, and losses but for rounding."""
-  config = tmp_path / "config.py"
-  config.write_text(CONFIG.format(SETTINGS | {"data.sources": sources}))
-  settings = [*jobs.TINY, "num_steps=60", "checkpoint.every_steps=20"]
-  devices = f"{runs.QUICK} --xla_force_host_platform_device_count=2"
-  whole = forked(
-    "ats_jax.train", *train_flags(tmp_path / "whole", *settings, config=config), XLA_FLAGS=devices
-  )  # fmt: skip
-  assert whole.code == 0, whole.err
-  job = jobs.launch(tmp_path / "job", 2, *settings, restarts=0, config=str(config))
-  runs.read_to(job, 45)  # the save at 40 begins when that at 20 is complete
-  os.kill(jobs.pid_of(job, 1), signal.SIGKILL)
-  job.communicate(timeout=runs.TIMEOUT_SECS)
-  output = runs.finish(
-    runs.start(tmp_path / "job", *settings, config=str(config), XLA_FLAGS=devices)
-  )
-  assert "from step" in output
-  rows = [runs.rows(tmp_path / name, "train/loss") for name in ("whole", "job")]
-  for a, b in zip(*rows, strict=True):
-    exact = [k for k in a if k.endswith(("/tokens", "/epochs"))]
-    assert len(exact) == 7 and {k: a[k] for k in exact} == {k: b[k] for k in exact}
-    np.testing.assert_allclose(a["train/loss"], b["train/loss"], rtol=1e-5)

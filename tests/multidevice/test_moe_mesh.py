@@ -11,32 +11,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import (
-  make_test_mesh,
-  micro_batches,
-  named_leaves,
-  random_rows,
-  tiny_config,
-  when,
-)
+from helpers import make_test_mesh, named_leaves, tiny_config
 
-from ats_jax.model import moe as moe_module
-from ats_jax.model.forward_pass import rules_at
 from ats_jax.model.moe import MoE
 from ats_jax.model.numerics import numerics
-from ats_jax.model.param import Buffer, merge, trainable
+from ats_jax.model.param import merge, trainable
 from ats_jax.sharding.apply import reshard
-from ats_jax.sharding.mesh import to_global
 from ats_jax.sharding.rules import use_plan
-from ats_jax.step.objective import Pretraining
-from ats_jax.step.optimizers import build_optimizer
-from ats_jax.step.program import init_state, make_train_step
 
 pytestmark = pytest.mark.compat
 
 ONE = (1, 1, 1, 1)
 # data, fsdp, tensor, expert
-MESHES = [(8, 1, 1, 1), (2, 2, 2, 1), (1, 2, 2, 2), (2, 1, 1, 4), (1, 1, 2, 4)]
+CASES = [("dropless", (1, 1, 2, 4)), ("dropless", (2, 2, 2, 1)), ("capacity", (1, 2, 1, 4))]
 BATCH, SEQ, WIDTH = 8, 6, 8
 RTOL, ATOL = 1e-10, 1e-12
 
@@ -48,7 +35,7 @@ LAYER = {
   "moe.num_shared": 1,
   "moe.expert_bias": True,
 }
-# Three choices among two experts on a device of (2, 1, 1, 4), one expert on a device in capacity
+# Three choices among two experts on a device of four, one expert on a device in capacity
 # mode, where one of the four is an idle slot.
 DROPLESS = LAYER | {"moe.num_experts": 8, "moe.top_k": 3, "moe.null_experts": 4}
 CAPACITY = LAYER | {"moe.num_experts": 3, "moe.spare_experts": 1, "moe.dispatch": "capacity"}
@@ -150,10 +137,8 @@ def run(mode, shape, pull=False, changes=()):
 @pytest.mark.parametrize(
   "case",
   [
-    pytest.param(case, marks=when(i, quick=(4,), ci=(2, 6)))
-    for i, case in enumerate(
-      [("dropless", m) for m in MESHES] + [("capacity", m) for m in MESHES[2:4]]
-    )
+    pytest.param(case, marks=pytest.mark.mesh if number else ())
+    for number, case in enumerate(CASES)
   ],
   ids=str,
 )
@@ -171,20 +156,20 @@ def test_a_layer_equals_that_of_one_device(case):
     assert (load[:2].tolist() == [tokens] * 2) == pull  # more than the fair share of a device
 
 
-# Experts over 2, 4 and 8 devices; with fsdp; with tensor; with both.
-EXPERT_MESHES = [(1, 1, 1, 2), (1, 1, 1, 4), (1, 1, 1, 8), (1, 2, 1, 4), (2, 1, 2, 2), (1, 2, 2, 2)]
-
-
-EXCHANGES = [(shape, how) for shape in EXPERT_MESHES for how in ("allgather", "bins")]
-EACH_TIME = [EXCHANGES.index((EXPERT_MESHES[1], how)) for how in ("allgather", "bins")]
-IN_TURN = [4, 7, 9, 10]  # of the further meshes each with one exchange
+# Experts over 2, 4 and 8 devices, alone and with each other axis.
+EXCHANGES = [
+  ("allgather", (1, 1, 1, 4)),
+  ("allgather", (1, 2, 2, 2)),
+  ("bins", (2, 1, 2, 2)),
+  ("bins", (1, 1, 1, 8)),
+]
 
 
 @pytest.mark.parametrize(
-  ("shape", "how"),
-  [pytest.param(*c, marks=when(i, quick=EACH_TIME, ci=IN_TURN)) for i, c in enumerate(EXCHANGES)],
+  ("how", "shape"),
+  [pytest.param(*c, marks=pytest.mark.mesh if i else ()) for i, c in enumerate(EXCHANGES)],
 )
-def test_each_exchange_equals_one_device_with_and_without_overflow(shape, how):
+def test_each_exchange_equals_one_device_with_and_without_overflow(how, shape):
   """Room for the mean alone, and all tokens want two experts of one device first, or do not."""
   changes = (("moe.exchange", how), ("moe.exchange.factor", 1.0))
   for pull in (False, True):
@@ -195,10 +180,10 @@ def test_each_exchange_equals_one_device_with_and_without_overflow(shape, how):
       assert many["['stats'].overflow"] > 0
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 2, 4), (1, 2, 1, 4)])
 @pytest.mark.mesh
-def test_an_exchange_in_two_steps_equals_one_device_with_and_without_overflow(shape):
-  """Two hosts, with `tensor` and with `fsdp`."""
+def test_an_exchange_in_two_steps_equals_one_device_with_and_without_overflow():
+  """Two hosts, with `fsdp`; test_hierarchical_exchange.py has the exchange alone."""
+  shape = 1, 2, 1, 4
   changes = {"exchange": "hierarchical", "exchange.hosts": 2, "exchange.factor": 1.0}
   changes = tuple((f"moe.{name}", value) for name, value in changes.items())
   for pull in (False, True):
@@ -218,13 +203,14 @@ def test_overflow_counts_the_rows_beyond_the_room():
   assert stats["['stats'].overflow"] == by_device[0] - room
 
 
-@pytest.mark.parametrize("mode", ["dropless", pytest.param("capacity", marks=pytest.mark.slow)])
-def test_gradients_are_the_slopes_of_the_values_on_the_mesh_itself(mode):
+@pytest.mark.mesh
+def test_gradients_are_the_slopes_of_the_values_on_the_mesh_itself():
   """So that a factor common to all meshes would show as well."""
+  mode, shape = CASES[0]
   step, rng = 1e-6, np.random.default_rng(1)
   x, valid, cotangent = inputs()
-  gradients = run(mode, (1, 2, 2, 2))
-  with jax.enable_x64(True), jax.set_mesh(make_test_mesh(1, 2, 2, 2)):
+  gradients = run(mode, shape)
+  with jax.enable_x64(True), jax.set_mesh(make_test_mesh(*shape)):
     value = lambda values, x: float(COMPILED(make_layer(mode, values), x, valid, cotangent)[0])
     start = weights(mode) | {".router.bias_E": biases(mode, False)}
     trained = [name for name in start if f"['grads']{name}" in gradients]
@@ -239,91 +225,3 @@ def test_gradients_are_the_slopes_of_the_values_on_the_mesh_itself(mode):
     up, down = (value(start, x + s * direction) for s in (step, -step))
     slope = np.sum(direction * gradients["['dx']"])
     np.testing.assert_allclose((up - down) / (2 * step), slope, 1e-6)
-
-
-def test_the_comparison_sees_a_factor_in_an_island(monkeypatch):
-  """As a sum over devices with the wrong derivative would bring it."""
-  right = moe_module.all_sum
-
-  def twice_the_derivative(x, axis):
-    total = right(x, axis)
-    return 2 * total - jax.lax.stop_gradient(total)
-
-  monkeypatch.setattr(moe_module, "all_sum", twice_the_derivative)
-  with jax.enable_x64(True), jax.set_mesh(make_test_mesh(2, 2, 2, 1)):
-    layer = make_layer("dropless", weights("dropless"))
-    layer.router.bias_E[...] = jnp.array(biases("dropless", False))
-    wrong = on_host(jax.jit(lambda *args: value_and_gradients(*args))(layer, *inputs())[1])
-  one = run("dropless", ONE)
-  np.testing.assert_allclose(wrong["['y']"], one["['y']"], RTOL, ATOL)
-  down = "['grads'].down"
-  name = next(name for name in one if name.startswith(down))
-  with pytest.raises(AssertionError, match="down"):
-    assert_close({name: wrong[name]}, {name: one[name]})
-  np.testing.assert_allclose(wrong[name], 2 * one[name], RTOL, ATOL)  # and nothing else is wrong
-
-
-STEP = {
-  "model.num_layers": 2,
-  "model.num_kv_heads": 2,
-  "data.seq_len": 8,
-  "data.batch_size": 16,
-  "step.accum_steps": 2,
-  "optimizer.grad_clip": 0.0,
-  "moe.aux_loss": 0.3,
-  "moe.sequence_aux_loss": 0.2,
-  "moe.z_loss": 0.1,
-}
-
-
-@functools.cache
-def train_step(mode, shape):
-  """Gradients (of the first moment), buffers and metrics of one update."""
-  more = {"moe.noise": 0.3, "step.remat": "names"} if mode == "dropless" else {}
-  cfg = tiny_config(MODES[mode] | STEP | more)
-  mesh = make_test_mesh(*shape)
-  with jax.enable_x64(True), jax.set_mesh(mesh):
-    optimizer = build_optimizer(cfg, "cpu")
-    if shape == ONE:
-      state = init_state(cfg, numerics64(cfg), optimizer)
-    else:  # the weights of one device; zeros everywhere else
-      born = init_state(cfg, numerics64(cfg), optimizer, abstract=True)
-      zeros = lambda a: put(np.zeros(a.shape, a.dtype), a)
-      state = dataclasses.replace(
-        born,
-        step=zeros(born.step),
-        model=like(train_step(mode, ONE)["start"], born.model),
-        opt_state=jax.tree.map(zeros, born.opt_state),
-        key=jax.random.key(cfg.seed),
-      )
-    start = on_host(state.model)
-    batch = to_global(micro_batches(random_rows(cfg, 16), 2), mesh)
-    step = make_train_step(cfg, optimizer, Pretraining(cfg))
-    state, metrics = step(state, batch, rules_at(cfg, 0, training=True))
-    is_buffer = lambda v: isinstance(v, Buffer)
-    buffers = [v for v in jax.tree.leaves(state.model, is_leaf=is_buffer) if is_buffer(v)]
-    return {
-      "start": start,
-      "grads": {k: v / (1 - cfg.optimizer.b1) for k, v in on_host(state.opt_state[0].mu).items()},
-      "buffers": on_host(buffers),
-      "metrics": on_host(metrics.layers),
-      "loss": {"loss": np.asarray(metrics["train/loss"])},
-    }
-
-
-@pytest.mark.parametrize(
-  ("mode", "shape"),
-  [pytest.param("dropless", (1, 2, 2, 2), marks=pytest.mark.slow), ("capacity", (2, 1, 1, 4))],
-  ids=str,
-)
-@pytest.mark.thorough
-def test_a_train_step_equals_that_of_one_device(mode, shape):
-  one, many = train_step(mode, ONE), train_step(mode, shape)
-  # Gradients of micro-batches are added in float32.
-  assert_close(many["grads"], one["grads"], rtol=2e-5, atol=2e-7)
-  assert_close(many["loss"], one["loss"], rtol=1e-6)
-  assert_close(many["buffers"], one["buffers"], rtol=1e-7)
-  assert_close(many["metrics"], one["metrics"], rtol=1e-6)
-  for name, grad in one["grads"].items():
-    assert np.abs(grad).max() > 1e-3, name
-  assert any(np.abs(b).max() > 0 for b in one["buffers"].values())

@@ -1,4 +1,4 @@
-"""Rows whose keys and values go round a ring: losses, gradients and scores of one device."""
+"""Rows whose keys and values go round a ring: attention of one device, and what is sent."""
 
 import functools
 
@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from collectives import Collective, collectives, compiled_step
-from equality import ROWS, RTOL, assert_equal, assert_lies_still, config_of, mesh_of, run
-from helpers import kernels_of, pack, when
+from equality import ROWS, RTOL, config_of, mesh_of
+from helpers import kernels_of, pack
 
 from ats_jax.ops.attention.along_row import WHOLE_ROWS
 from ats_jax.ops.attention.causal import attention
@@ -27,29 +27,6 @@ from ats_jax.ops.attention.ring import (
 )
 from ats_jax.sharding.apply import axis_index, island
 from ats_jax.sharding.mesh import on_mesh
-
-RING = {"context_ring": True}
-CASES = [
-  ("dense", {"context": 4, "fsdp": 2}, {}),
-  ("dense", {"context": 2, "tensor": 2, "stage": 2}, {}),
-  ("dense", {"context": 2, "tensor": 2, "data": 2, "shard_residuals": True}, {}),
-  ("latent", {"context": 8}, {}),  # does not divide the heads
-  ("moe", {"context": 2, "expert": 2, "fsdp": 2}, {"model.attn_soft_cap": 1.0}),
-  ("mod", {"context": 4, "fsdp": 2}, {}),  # whose places are not of that number
-]
-
-
-@pytest.mark.parametrize(
-  ("kind", "sizes", "changes"),
-  [pytest.param(*c, marks=when(i, ci=(0, 1, 4))) for i, c in enumerate(CASES)],
-  ids=str,
-)
-def test_a_ring_computes_what_one_device_does(kind, sizes, changes):
-  many, one = run(kind, *(sizes | RING | changes).items()), run(kind, *changes.items())
-  # Sums of another order: with layers that skip tokens 1.4e-6 of the largest element off.
-  assert_equal(many, one, of_largest=RTOL / 5)
-  assert_lies_still(many)
-
 
 SEQ, HEADS, NARROW = 48, 4, 6
 SEGMENTS = pack([[21, 18], [5, 29, 9]], SEQ)[0]
@@ -86,7 +63,6 @@ def of_attention(kv_heads, sizes, **how):
   [
     pytest.param({"context": 3}, 1, {}, "xla", marks=pytest.mark.mesh),
     ({"context": 4, "tensor": 2}, 2, {"window": 17, "soft_cap": 2.0}, "xla"),
-    pytest.param({"context": 8}, 2, {"window": 5}, "xla", marks=pytest.mark.mesh),
     pytest.param({"context": 4}, 2, {}, "cudnn", marks=pytest.mark.mesh),
   ],
   ids=str,
@@ -171,8 +147,7 @@ def test_keys_and_values_go_round_once_a_pass():
 
 
 @pytest.mark.mesh
-@pytest.mark.parametrize(("remat", "moved", "sent_on"), [("names", 12, 4), ("full", 12, 5)])
-def test_a_layer_gathers_no_activations(remat, moved, sent_on):
+def test_a_layer_gathers_no_activations():
   """What `names` keeps spares the ring, but not the way of chunks to their devices and back.
 
   Of two devices: one of two permutations of chunks leaves all where they are. Four arrays are moved
@@ -180,7 +155,7 @@ def test_a_layer_gathers_no_activations(remat, moved, sent_on):
   both together.
   """
   sizes = {"context": 2, "context_ring": True}
-  cfg = config_of("latent", sizes, {"step.accum_steps": 1, "step.remat": remat})
+  cfg = config_of("latent", sizes, {"step.accum_steps": 1, "step.remat": "names"})
   mesh = mesh_of(sizes)
   with on_mesh(cfg, mesh):
     every = collectives(compiled_step(cfg, mesh).as_text())
@@ -188,7 +163,7 @@ def test_a_layer_gathers_no_activations(remat, moved, sent_on):
   assert all(c.in_loop for c in in_layers)
   chunk, whole = (ROWS, 4, 4, 8), (ROWS, 8, 4, 2 * 8)
   count = lambda shape: sum(a.shape == shape for c in in_layers for a in c.arrays)
-  assert (count(chunk), count(whole)) == (moved, sent_on)
+  assert (count(chunk), count(whole)) == (12, 4)
   # Of what has rows, segment ids, once for all layers. The others are weights.
   gathered = [(a.shape, c.in_loop) for c in every if c.kind == "all-gather" for a in c.arrays]
   assert [g for g in gathered if g[0][0] == ROWS] == [((ROWS, 16), 0)]

@@ -1,147 +1,107 @@
-"""One run on four meshes: the same losses and gradients, matching shardings, one compilation."""
+"""Whole steps on meshes: losses, gradients, statistics and scores of one device.
 
-import functools
-from typing import Any, NamedTuple
+`TABLE` is a pairwise covering: each two mesh axes meet in a row, each kind of model meets each
+axis, or a model with the same layers does, and each option meets the axes that it acts on.
+"""
 
-import jax
+import itertools
+
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import (
-  make_test_mesh,
-  micro_batches,
-  named_leaves,
-  random_rows,
-  tiny_config,
-  when,
-)
+from equality import assert_equal, assert_lies_still, run
 
-from ats_jax.sharding.mesh import to_global
-from ats_jax.step.program import make_program
+from ats_jax.sharding import compressed
+from ats_jax.sharding.compressed import Quantised
 
-pytestmark = pytest.mark.compat
-
-MESHES = [(1, 1, 1), (8, 1, 1), (2, 2, 2), (1, 4, 2)]
-SEVERAL = [
-  pytest.param(mesh, marks=when(i, quick=(3,), ci=(2,))) for i, mesh in enumerate(MESHES) if i
+# kind of model, axes of size 2, options
+TABLE = [
+  ("dense", "data fsdp tensor", {}),
+  ("dense", "fsdp tensor stage", {"residuals": 1, "zero": 2, "kept of a stage": "names"}),
+  ("dense", "data fsdp context", {"ring": 1, "copies": 1, "8 bits": 1, "remat": "qkv"}),
+  ("latent", "tensor stage context", {"ring": 1, "residuals": 1, "zero": 1, "rounds": 2}),
+  ("latent", "data fsdp context", {"copies": 1, "kept": 1, "unroll": 2, "remat": "none"}),
+  ("moe", "data expert context", {"ring": 1, "zero": 2, "8 bits": 1, "unroll": 2, "hosts": 2}),
+  ("capacity", "fsdp expert stage", {"zero": 1}),
+  ("mod", "data stage context", {"zero": 2}),
+  ("hybrid", "tensor expert context", {"residuals": 1, "copies": 1, "kept": 1, "unroll": 2}),
+  ("hybrid", "data fsdp stage", {"zero": 1, "remat": "full"}),
 ]
-STEPS = 5
-# float32 sums in another order; Adam amplifies the difference of the smallest gradients.
-LOSS_RTOL = 1e-4
-# One backward pass: gradients are of order 1e-3 to 1.
-GRAD_RTOL, GRAD_ATOL = 1e-4, 1e-6
+SETTING_OF = {
+  "residuals": "shard_residuals",
+  "ring": "context_ring",
+  "copies": "copy_engines",
+  "kept": "keep_gathered",
+  "zero": "zero",
+  "rounds": "stage_rounds",
+  "8 bits": "compress_gradients",
+  "unroll": "step.scan_unroll",
+  "remat": "step.remat",
+  "kept of a stage": "step.remat_stages",
+  "hosts": "moe.exchange.hosts",
+}
+AXES = ("data", "fsdp", "tensor", "expert", "stage", "context")
+ROWS = [
+  pytest.param(kind, axes, options, marks=pytest.mark.mesh if number else (), id=f"{kind}, {axes}")
+  for number, (kind, axes, options) in enumerate(TABLE)
+]
 
-CFG = tiny_config(
-  {
-    "data.batch_size": 16,
-    "step.accum_steps": 2,
-    "step.z_loss": 1e-3,
-    "step.remat": "names",
-    "model.dropout": 0.1,
-    "model.qk_norm": True,
-    "model.attn_out_bias": True,
-    "model.attn_sinks": True,
-    "optimizer.ema_decay": 0.9,
-    "optimizer.grad_clip": 0.0,
+
+def settings_of(axes, options):
+  """As `equality.run` takes them."""
+  words = {"8 bits": "fp8", "hosts": 2} | dict.fromkeys(
+    ("residuals", "ring", "copies", "kept"), True
+  )
+  found = [(axis, 2) for axis in axes.split()]
+  found += [("moe.exchange", "hierarchical")] if "hosts" in options else []
+  return found + [(SETTING_OF[name], words.get(name, v)) for name, v in options.items()]
+
+
+def lossless(monkeypatch):
+  """8 bits that hold everything: what remains are the sums over replicas."""
+  whole = lambda x: Quantised(x, jnp.zeros(x.shape[:-1], jnp.float32))
+  monkeypatch.setattr(compressed, "quantise", whole)
+  monkeypatch.setattr(compressed, "dequantise", lambda q: q.bits)
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize(("kind", "axes", "options"), ROWS)
+def test_a_mesh_computes_what_one_device_does(kind, axes, options, monkeypatch):
+  if "8 bits" in options:
+    lossless(monkeypatch)
+  deep = [("model.num_layers", 4)] if "rounds" in options else []
+  many = run.__wrapped__(kind, *settings_of(axes, options), *deep)
+  assert_equal(many, run(kind, *deep))
+  if options.get("zero", 3) == 3:
+    assert_lies_still(many)
+    if "context" in axes:  # weights are cut over it too
+      read = [
+        s.spec for name, s in many.of_model().items() if ".attn.out." in name or "embed" in name
+      ]
+      assert len(read) > 1 and all("context" in str(spec) for spec in read)
+  assert many.shardings[0] == many.shardings[1]
+  if axes == "data fsdp tensor":
+    matrices = [n for n in many.shards if n.startswith(".model") and ".weight." in n]
+    whole = run(kind).shards
+    assert len(matrices) > 5
+    assert all(np.prod(whole[n]) == 4 * np.prod(many.shards[n]) for n in matrices)
+
+
+def test_the_table_is_a_pairwise_covering():
+  """Of axes, kinds and options that go together."""
+  found = {frozenset(p) for _, axes, _ in TABLE for p in itertools.combinations(axes.split(), 2)}
+  assert found == {frozenset(p) for p in itertools.combinations(AXES, 2)}
+  for kind in ("dense", "hybrid"):
+    reached = {a for k, axes, _ in TABLE if k == kind for a in axes.split()}
+    assert reached >= set(AXES) - ({"expert"} if kind == "dense" else set())
+  with_option = {
+    name: {a for _, axes, options in TABLE if name in options for a in axes.split()}
+    for name in SETTING_OF
   }
-)
-
-
-class Run(NamedTuple):
-  losses: np.ndarray
-  grads: dict[str, np.ndarray]
-  before: dict[str, Any]  # shardings of the state
-  after: dict[str, Any]
-  shards: dict[str, tuple[int, ...]]
-  compilations: int
-  eval_sums: np.ndarray
-
-
-@functools.cache
-def run(shape: tuple[int, int, int]) -> Run:
-  mesh = make_test_mesh(*shape)
-  with jax.set_mesh(mesh):
-    program = make_program(CFG)
-    state = program.init()
-    shardings = lambda: {k: v.sharding for k, v in named_leaves(state).items()}
-    before = shardings()
-    rows = [random_rows(CFG, CFG.data.batch_size, seed=s) for s in range(STEPS)]
-    batches = [to_global(micro_batches(r, 2), mesh) for r in rows]
-    losses, grads = [], {}
-    for batch in batches:
-      state, metrics = program.train_step(state, batch, program.training_rules(1))
-      losses.append(float(metrics["train/loss"]))
-      if not grads:  # after one update the first moment is (1 - b1) times the gradient
-        mu = named_leaves(state.opt_state[0].mu)
-        grads = {k: np.asarray(v) / (1 - CFG.optimizer.b1) for k, v in mu.items()}
-    eval_batch = to_global({k: v[:8] for k, v in rows[0].items()}, mesh)
-    shards = {k: v.addressable_shards[0].data.shape for k, v in named_leaves(state.model).items()}
-    return Run(
-      np.array(losses),
-      grads,
-      before,
-      shardings(),
-      shards,
-      program.train_step._cache_size(),
-      np.asarray(program.eval_step(state.weights, eval_batch, program.rules(1))),
-    )
-
-
-@pytest.mark.parametrize("shape", SEVERAL)
-def test_losses_and_evaluation_equal_those_of_one_device(shape):
-  one, many = run(MESHES[0]), run(shape)
-  np.testing.assert_allclose(many.losses, one.losses, LOSS_RTOL)
-  np.testing.assert_allclose(many.eval_sums[0], one.eval_sums[0], LOSS_RTOL)
-  assert many.eval_sums[2] == one.eval_sums[2]
-  assert len(set(one.losses.tolist())) == STEPS  # there is something to compare
-
-
-@pytest.mark.parametrize("shape", SEVERAL)
-def test_gradients_equal_those_of_one_device(shape):
-  one, many = run(MESHES[0]).grads, run(shape).grads
-  assert one.keys() == many.keys()
-  for name, grad in one.items():
-    np.testing.assert_allclose(many[name], grad, GRAD_RTOL, GRAD_ATOL, err_msg=name)
-    assert np.abs(grad).max() > 100 * GRAD_ATOL, name
-
-
-@pytest.mark.parametrize("shape", [MESHES[0], *SEVERAL])
-def test_moments_and_average_live_where_their_parameter_lives(shape):
-  for shardings in (run(shape).before, run(shape).after):
-    of_model = {k: s for k, s in shardings.items() if k.startswith(".model")}
-    parameters = {k.removeprefix(".model"): s for k, s in of_model.items()}
-    assert len(parameters) > 10
-    for name, sharding in parameters.items():
-      copies = [k for k in shardings if k.endswith(name) and k not in of_model]
-      assert len(copies) == 3, name  # mu, nu, ema
-      assert {shardings[k] for k in copies} == {sharding}, name
-  assert run(shape).before == run(shape).after
-
-
-def test_every_matrix_is_sharded():
-  shards = run((1, 4, 2)).shards
-  whole = run((1, 1, 1)).shards
-  for name, shape in whole.items():
-    ways = np.prod(shape) / np.prod(shards[name])
-    vector = {"scale": 1, "bias": 1, "sinks": 2}  # of heads, which `tensor` cuts
-    assert ways == vector.get(name.removesuffix(".value").split(".")[-1], 8), name
-
-
-@pytest.mark.parametrize("shape", [MESHES[0], *SEVERAL])
-def test_a_run_compiles_once(shape):
-  assert run(shape).compilations == 1
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("shape", [(2, 2, 2)])
-def test_the_step_compiled_ahead_takes_real_batches_and_its_own_result(shape):
-  mesh = make_test_mesh(*shape)
-  with jax.set_mesh(mesh):
-    program = make_program(CFG)
-    state = program.init()
-    step = program.compile_train_step(state, program.training_rules(1))
-    losses = []
-    for seed in range(2):
-      rows = random_rows(CFG, CFG.data.batch_size, seed=seed)
-      state, metrics = step(state, to_global(micro_batches(rows, 2), mesh))
-      losses.append(float(metrics["train/loss"]))
-  np.testing.assert_array_equal(losses, run(shape).losses[:2])
+  assert with_option["ring"] >= {"data", "fsdp", "tensor", "expert", "stage"}
+  assert with_option["residuals"] >= {"fsdp", "expert", "stage", "context"}
+  assert with_option["copies"] >= {"data", "fsdp", "tensor", "expert", "context"}
+  assert with_option["kept"] >= {"data", "fsdp", "tensor", "expert", "context"}
+  assert with_option["zero"] == set(AXES)
+  assert with_option["8 bits"] >= {"fsdp", "expert", "context"}
+  assert {options.get("zero", 3) for _, _, options in TABLE} == {1, 2, 3}

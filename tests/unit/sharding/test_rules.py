@@ -114,16 +114,16 @@ def test_a_plan_may_cut_the_stream_by_the_axes_of_a_width():
 
 @pytest.mark.thorough
 def test_weights_are_whole_in_a_data_parallel_plan_and_the_losses_the_same():
-  cfg = tiny_config({"step.accum_steps": 2, "moe.num_experts": 4, "moe.d_ff": 32})
+  cfg = tiny_config()
   mesh = make_test_mesh(2, 2, 2)
-  batch = to_global(micro_batches(random_rows(cfg, cfg.data.batch_size), 2), mesh)
+  batch = to_global(micro_batches(random_rows(cfg, cfg.data.batch_size), 1), mesh)
 
   def run(plan):
     with jax.set_mesh(mesh), use_plan(plan):
       program = make_program(cfg)
       state, losses = program.init(), []
       specs = [x.sharding.spec for x in jax.tree.leaves(state.model)]
-      for _ in range(3):
+      for _ in range(2):
         state, metrics = program.train_step(state, batch, program.training_rules(1))
         losses.append(float(metrics["train/loss"]))
       return losses, specs, [x.sharding.spec for x in jax.tree.leaves(state.model)]
