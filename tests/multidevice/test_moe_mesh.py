@@ -165,10 +165,8 @@ EXCHANGES = [
 ]
 
 
-@pytest.mark.parametrize(
-  ("how", "shape"),
-  [pytest.param(*c, marks=pytest.mark.mesh if i else ()) for i, c in enumerate(EXCHANGES)],
-)
+@pytest.mark.mesh
+@pytest.mark.parametrize(("how", "shape"), EXCHANGES)
 def test_each_exchange_equals_one_device_with_and_without_overflow(how, shape):
   """Room for the mean alone, and all tokens want two experts of one device first, or do not."""
   changes = (("moe.exchange", how), ("moe.exchange.factor", 1.0))
@@ -192,6 +190,7 @@ def test_an_exchange_in_two_steps_equals_one_device_with_and_without_overflow():
     assert not pull or many["['stats'].overflow"] > 0
 
 
+@pytest.mark.mesh
 def test_overflow_counts_the_rows_beyond_the_room():
   """By hand: each token sends two rows to the first device, which has room for the mean."""
   changes = (("moe.exchange", "allgather"), ("moe.exchange.factor", 1.0))

@@ -11,6 +11,7 @@ from ats_jax.model.numerics import numerics
 from ats_jax.sharding.mesh import on_mesh
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize("keep", [False, True])
 def test_layers_that_are_gathered_again_leave_no_slices_behind(keep):
   """What the backward pass gets: the stack itself, or gathered matrices of each layer."""

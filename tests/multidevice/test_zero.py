@@ -108,6 +108,7 @@ def test_the_plan_knows_the_bytes_of_a_stage(case):
   assert grads == (planned["mu"] if zero == 2 else planned["weights"])
 
 
+@pytest.mark.mesh
 def test_a_checkpoint_of_one_stage_goes_on_in_another(tmp_path):
   """Stage 1, then 2 with rows that are cut, then one device: the losses of a run in one go."""
   losses, kept = [], None

@@ -56,7 +56,7 @@ def test_the_bubble():
   assert bubble(3, 2, 2) == 2 / 8  # a group of one goes round as slowly as one of two
 
 
-@hypothesis.settings(max_examples=25)
+@hypothesis.settings(max_examples=10)
 @hypothesis.given(st.integers(1, 9), st.sampled_from([1, 2, 3, 4]), st.integers(1, 4))
 def test_every_micro_batch_goes_through_every_round_of_every_stage_in_order(micro, stages, rounds):
   """What a stage made in a tick is what the next one works on in the next tick."""
@@ -78,6 +78,7 @@ def test_every_micro_batch_goes_through_every_round_of_every_stage_in_order(micr
   assert last == dict.fromkeys(range(micro), rounds - 1)
 
 
+@pytest.mark.thorough
 def test_the_planner_knows_a_stage():
   sizes = STAGED | {"model.vocab_size": 384}
   one, two = (describe(tiny_config(sizes | {"mesh.stage": n})) for n in (1, 2))
