@@ -32,7 +32,7 @@ def run_job(
   devices: int = 1,
   flags: str = "",
   path: tuple = (),
-  timeout: float = 90,
+  timeout: float = 600,
   joins: bool = True,
 ) -> list[list[str]]:
   """Run `code` in two processes of one job, and return the lines that each gave to `say`.

@@ -268,7 +268,7 @@ def test_processes_are_hosts(tmp_path):
   settings = MODEL | {"moe.exchange": "hierarchical"}
   report = "say(json.dumps(step(json.loads(argv[0]))))"
   given, flags = json.dumps(settings), f"{devices(2)} {QUICK}"
-  lines = run_job(STEP + report, tmp_path, given, flags=flags, timeout=180)
+  lines = run_job(STEP + report, tmp_path, given, flags=flags)
   names: dict[str, Any] = {"jax": jax}
   exec(STEP, names)
   for (line,) in lines:

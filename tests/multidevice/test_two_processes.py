@@ -21,7 +21,7 @@ two_processes.tell(rank, Path(argv[0]))
 def folder(tmp_path_factory):
   """Where the job has been: a folder of each story, and lines of each process."""
   found = tmp_path_factory.mktemp("job")
-  run_job(CODE, found, found, devices=2, path=FOLDERS, timeout=600)
+  run_job(CODE, found, found, devices=2, path=FOLDERS)
   return found
 
 
