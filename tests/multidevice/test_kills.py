@@ -23,8 +23,8 @@ SETTINGS = (
   "orchestrator.check_interval=4",
 )
 SAME_MESH = ("step:1", "save:1", "commit:0", "committed:0")
-# From one number of processes to another; where one of them dies. The first leaves no checkpoint.
-CHAIN = ((2, "start:1"), (1, "save:0"), (4, "compile:3"), (3, ""))
+# From one number of processes to another; where one of them dies. The first leaves a checkpoint.
+CHAIN = ((1, "committed:0"), (4, "compile:3"), (2, "start:1"), (3, ""))
 
 
 @pytest.fixture(scope="module")
