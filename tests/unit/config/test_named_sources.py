@@ -4,6 +4,7 @@ import json
 from fractions import Fraction
 
 import pytest
+from refusals import wrongly_refused
 
 from ats_jax.config import base_config, from_config_dict
 from ats_jax.config.names import differences, flatten, to_dict
@@ -86,9 +87,8 @@ def test_a_mixture_is_one_phase():
   assert phases_of(build().data) == ()
 
 
-@pytest.mark.parametrize(
-  ("changes", "message"),
-  [
+def test_errors_name_the_setting():
+  cases = [
     ({"data.mixture": {"wbe": 1.0}}, "data.mixture: there is no source 'wbe'. .* are web, code"),
     ({"data.mixture": {"web": -1.0}}, r"data.mixture\['web'\]=-1.0 is too small"),
     ({"data.mixture": {"web": float("nan")}}, r"data.mixture\['web'\]=nan is not a finite number"),
@@ -146,11 +146,8 @@ def test_a_mixture_is_one_phase():
       {"optimizer.phase_moments": "reset", **phases(Phase(WEB, epochs=5.0), Phase(CODE))},
       "optimizer.phase_moments=reset needs to know when each phase",
     ),
-  ],
-)
-def test_errors_name_the_setting(changes, message):
-  with pytest.raises(ValueError, match=message):
-    build(**changes)
+  ]
+  assert not wrongly_refused(lambda changes: build(**changes), cases)
 
 
 def test_valid():

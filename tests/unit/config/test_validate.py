@@ -4,6 +4,7 @@ from typing import get_args, get_origin
 
 import pytest
 from helpers import enabling, tiny_config
+from refusals import wrongly_refused
 
 from ats_jax.config import base_config, from_config_dict
 from ats_jax.config.explain import explain
@@ -65,27 +66,28 @@ def said(name, number):
   return rf"{name}\['a'\]={value['a']}" if isinstance(value, Table) else f"{name}={value}"
 
 
-@pytest.mark.parametrize("name", WITH_LOW)
-def test_too_small(name):
-  field = SETTINGS[name]
-  bad = field.metadata["low"] - 1
-  with pytest.raises(ValueError, match=rf"^{said(name, bad)} is too small: at least"):
-    build({name: valued(field, bad)})
+def outside(names, bound, by):
+  """Names and values that are just outside of their bounds, as settings."""
+  return [(name, SETTINGS[name].metadata[bound] + by) for name in names]
 
 
-@pytest.mark.parametrize("name", WITH_HIGH)
-def test_too_large(name):
-  field = SETTINGS[name]
-  bad = field.metadata["high"] + 1
-  with pytest.raises(ValueError, match=rf"^{said(name, bad)} is too large: at most"):
-    build({name: valued(field, bad)})
+def built(case):
+  name, number = case
+  return build({name: valued(SETTINGS[name], number)})
 
 
-@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
-@pytest.mark.parametrize("name", FLOATS)
-def test_a_number_that_is_not_finite(name, value):
-  with pytest.raises(ValueError, match=f"^{name}={value} is not a finite number"):
-    build({name: float(value)})
+def test_what_is_outside_of_its_range_is_refused():
+  for names, bound, by, words in (
+    (WITH_LOW, "low", -1, "small: at least"), (WITH_HIGH, "high", 1, "large: at most")
+  ):  # fmt: skip
+    cases = [(case, rf"^{said(*case)} is too {words}") for case in outside(names, bound, by)]
+    assert not wrongly_refused(built, cases)
+
+
+def test_a_number_that_is_not_finite_is_refused():
+  values = ("nan", "inf", "-inf")
+  cases = [((n, float(v)), f"^{n}={v} is not a finite number") for n in FLOATS for v in values]
+  assert not wrongly_refused(lambda case: build(dict([case])), cases)
 
 
 def test_bounds_are_shown_with_all_their_digits():
@@ -96,18 +98,19 @@ def test_bounds_are_shown_with_all_their_digits():
   assert "range [0, 4294967295]" in explain("seed")
 
 
-@pytest.mark.parametrize("name", WITH_CHOICES)
-def test_unknown_choice(name):
-  choices = ", ".join(SETTINGS[name].metadata["choices"])
-  with pytest.raises(ValueError, match=f"{name}='nonsense' is unknown. Choose one of: {choices}."):
-    build({name: "nonsense"})
-  for choice in SETTINGS[name].metadata["choices"]:
-    assert build(enabling(name) | {name: choice} | BESIDE.get(choice, {}))
+def test_choices_are_taken_and_all_else_is_refused():
+  choices = {name: SETTINGS[name].metadata["choices"] for name in WITH_CHOICES}
+  cases = [
+    (name, f"{name}='nonsense' is unknown. Choose one of: {', '.join(found)}.")
+    for name, found in choices.items()
+  ]
+  assert not wrongly_refused(lambda name: build({name: "nonsense"}), cases)
+  for name, choice in ((name, choice) for name, found in choices.items() for choice in found):
+    assert build(enabling(name) | {name: choice} | BESIDE.get(choice, {})), (name, choice)
 
 
-@pytest.mark.parametrize(
-  ("changes", "words"),
-  [
+def test_rules_that_join_settings():
+  cases = [
     ({"model.num_kv_heads": 3}, "model.num_kv_heads=3 does not divide model.num_heads=4"),
     ({"mesh.stage_rounds": 2}, "mesh.stage_rounds=2 does nothing with mesh.stage=1"),
     ({"step.remat_stages": "dots"}, "step.remat_stages=dots does nothing with mesh.stage=1"),
@@ -143,11 +146,8 @@ def test_unknown_choice(name):
       {"precision.fp8": True, "model.d_ff": 88, "mesh.tensor": 2},
       "needs multiples of 16: model.d_ff is 44 on a device",
     ),
-  ],
-)
-def test_rules_that_join_settings(changes, words):
-  with pytest.raises(ValueError, match=words):
-    build(changes)
+  ]
+  assert not wrongly_refused(build, cases)
 
 
 def test_what_is_just_legal(tmp_path):
