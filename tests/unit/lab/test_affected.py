@@ -53,44 +53,46 @@ def names(found):
   return {Path(name).stem.removeprefix("test_") for name in found}
 
 
-@pytest.mark.parametrize(
-  ("changed", "expected"),
-  [
-    (
-      "ats_jax/leaf.py",
-      {"beside", "leaf", "loop", "readme", "all"},
-    ),  # in functions, by a conftest
-    ("ats_jax/loop.py", {"loop", "all"}),  # nothing here asks a package for its attributes
-    ("ats_jax/kind_one.py", {"kinds", "all"}),  # by its name in a registry
-    ("ats_jax/verbs/plan.py", {"verbs", "all"}),  # by the start of a name
-    ("tests/unit/test_loop.py", {"loop"}),
-    ("tests/unit/beside.py", {"beside"}),
-    ("docs/guide.md", {"docs", "all"}),
-    ("docs/other.md", {"all"}),
-    ("README.md", {"readme"}),
-    ("lab/table.py", {"docs", "all"}),  # by a document
-    ("kernels_cuda/csrc/own.cuh", {"cuda", "all"}),  # by the name of its folder
-    ("tests/unit/numbers.json", {"beside", "cuda", "docs", "kinds", "leaf", "loop", "verbs"}),
-    (".gitignore", set()),
-    ("ats_jax/gone.py", set()),
-  ],
-)
-def test_what_a_file_affects(root, changed, expected):
-  assert names(affected(Repository(root, FILES), [changed])) == expected
+AFFECTED = [
+  (
+    "ats_jax/leaf.py",
+    {"beside", "leaf", "loop", "readme", "all"},
+  ),  # in functions, by a conftest
+  ("ats_jax/loop.py", {"loop", "all"}),  # nothing here asks a package for its attributes
+  ("ats_jax/kind_one.py", {"kinds", "all"}),  # by its name in a registry
+  ("ats_jax/verbs/plan.py", {"verbs", "all"}),  # by the start of a name
+  ("tests/unit/test_loop.py", {"loop"}),
+  ("tests/unit/beside.py", {"beside"}),
+  ("docs/guide.md", {"docs", "all"}),
+  ("docs/other.md", {"all"}),
+  ("README.md", {"readme"}),
+  ("lab/table.py", {"docs", "all"}),  # by a document
+  ("kernels_cuda/csrc/own.cuh", {"cuda", "all"}),  # by the name of its folder
+  ("tests/unit/numbers.json", {"beside", "cuda", "docs", "kinds", "leaf", "loop", "verbs"}),
+  (".gitignore", set()),
+  ("ats_jax/gone.py", set()),
+]
 
 
-@pytest.mark.parametrize(
-  ("changed", "reason"),
-  [
-    ("pyproject.toml", "pyproject.toml has changed, which all tests share"),
-    (".ci/run", ".ci/run has changed, which all tests share"),
-    ("tests/helpers.py", "tests/helpers.py has changed, which all tests share"),
-    ("launch/job.sh", "launch/job.sh has changed, and no test that depends on it is known"),
-    ("docs/gone.md", "docs/gone.md is gone, and who read it is not known"),
-  ],
-)
-def test_what_affects_everything(root, changed, reason):
-  assert affected(Repository(root, FILES), [changed, "ats_jax/leaf.py"]) == reason
+def test_what_a_file_affects(root):
+  repository = Repository(root, FILES)
+  found = {changed: names(affected(repository, [changed])) for changed, _ in AFFECTED}
+  assert found == dict(AFFECTED)
+
+
+EVERYTHING = [
+  ("pyproject.toml", "pyproject.toml has changed, which all tests share"),
+  (".ci/run", ".ci/run has changed, which all tests share"),
+  ("tests/helpers.py", "tests/helpers.py has changed, which all tests share"),
+  ("launch/job.sh", "launch/job.sh has changed, and no test that depends on it is known"),
+  ("docs/gone.md", "docs/gone.md is gone, and who read it is not known"),
+]
+
+
+def test_what_affects_everything(root):
+  repository = Repository(root, FILES)
+  found = [(name, affected(repository, [name, "ats_jax/leaf.py"])) for name, _ in EVERYTHING]
+  assert found == EVERYTHING
 
 
 def test_changes_since_a_commit(root):
@@ -115,6 +117,7 @@ def test_changes_since_a_commit(root):
   assert since(root, "0" * 40) == f"{'0' * 40} is not an ancestor of this commit"
 
 
+@pytest.mark.thorough
 def test_of_this_repository():
   """Few tests depend on the planner, nearly all on the settings."""
   root = Path(__file__).parents[3]

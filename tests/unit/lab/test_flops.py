@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import make_test_mesh, tiny_config
+from helpers import make_test_mesh, thorough_but, tiny_config
 
 from ats_jax.planner.abstract import batch_on_mesh
 from ats_jax.step.objective import loss_sums
@@ -139,7 +139,7 @@ def test_against_xla_and_the_formula(mesh, settings):
     assert 1.0 < of_step / formula < 1.2
 
 
-@pytest.mark.parametrize("remat", ["dots", "names"])
+@pytest.mark.parametrize("remat", thorough_but(["dots", "names"], 1))
 def test_no_matmul_of_experts_runs_twice(mesh, remat):
   """Beside attention, which XLA's version recomputes, only the router's logits come again, where
   they have no name."""
