@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import functools
+import os
 import shutil
 from pathlib import Path
 
@@ -17,7 +18,7 @@ ORDERS = {"forward": 0, "reverse": 1, "shuffled": 2, "one warp ahead": 3, "one b
 
 @functools.cache
 def host_library() -> ctypes.CDLL:
-  """Build (once a test session) and register; skip the test without a C++ compiler."""
+  """Build, or find beside the kept programs, and register; skip without a C++ compiler."""
   compiler = shutil.which("g++") or shutil.which("c++")
   if compiler is None:
     pytest.skip("no C++ compiler")
@@ -25,6 +26,7 @@ def host_library() -> ctypes.CDLL:
   options = ["-O1", "-fPIC", "-Wall", "-Wno-unknown-pragmas", "-U_FORTIFY_SOURCE", "-x", "c++"]
   path = library.compile_shared(
     [compiler, *options, f"-I{SHIM}", f"-I{COROUTINES}"],
+    environ={"XDG_CACHE_HOME": os.environ["JAX_COMPILATION_CACHE_DIR"]},
     extra=(*SHIM.iterdir(), *COROUTINES.iterdir()),
   )
   library.register(path, "cpu")

@@ -9,6 +9,8 @@ parameters; `threads` is the whole grid, whose last threadgroup may be smaller.
 import contextlib
 import ctypes
 import functools
+import hashlib
+import os
 import re
 import shutil
 import subprocess
@@ -18,6 +20,7 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parent
+SHIM = (FOLDER / "metal_on_host", FOLDER / "on_host")
 ORDERS = {"forward": 0, "reverse": 1, "shuffled": 2, "one SIMD group ahead": 3}
 # What a parameter with this attribute is, of thread `threadIdx` of threadgroup `blockIdx`.
 POSITIONS = {
@@ -88,7 +91,7 @@ class Library:
 
 @functools.cache
 def compile_shader(source: str) -> Library:
-  """Compile a Metal text as C++; skips the test where there is no compiler."""
+  """Compile a Metal text as C++, or find it beside the kept programs; skip without a compiler."""
   compiler = shutil.which("g++")
   if compiler is None:
     pytest.skip("no g++")
@@ -111,15 +114,22 @@ def compile_shader(source: str) -> Library:
       f"    {name}({', '.join(arguments)});\n  }});\n}}\n"
     )
   text = ATTRIBUTE.sub("", SHARED.sub(r"static \1", source)) + "\n" + "\n".join(launchers)
-  folder = Path(tempfile.mkdtemp(prefix="ats_jax_metal_"))
-  (folder / "kernels.cc").write_text(text)
-  includes = [f"-I{FOLDER / 'metal_on_host'}", f"-I{FOLDER / 'on_host'}"]
+  includes = [f"-I{folder}" for folder in SHIM]
   options = ["-std=c++17", "-O1", "-shared", "-fPIC", "-Wall", "-Werror", "-Wno-unused-function"]
   options += ["-U_FORTIFY_SOURCE"]  # setjmp moves between stacks
-  command = [compiler, *options, *includes, str(folder / "kernels.cc"), "-o", str(folder / "k.so")]
-  run = subprocess.run(command, capture_output=True, text=True)
-  assert run.returncode == 0, run.stderr
-  return Library(folder / "k.so", kernels)
+  command = [compiler, *options, *includes]
+  shim = [p.read_text() for folder in SHIM for p in sorted(folder.iterdir())]
+  key = hashlib.sha256("\0".join([*command, text, *shim]).encode()).hexdigest()[:32]
+  kept = Path(os.environ["JAX_COMPILATION_CACHE_DIR"]) / "metal" / f"{key}.so"
+  if not kept.exists():
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=kept.parent) as scratch:
+      source, made = Path(scratch) / "kernels.cc", Path(scratch) / "k.so"
+      source.write_text(text)
+      run = subprocess.run([*command, source, "-o", made], capture_output=True, text=True)
+      assert run.returncode == 0, run.stderr
+      made.rename(kept)
+  return Library(kept, kernels)
 
 
 def _kind(parameter: str) -> str:

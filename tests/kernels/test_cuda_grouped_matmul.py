@@ -22,15 +22,15 @@ pytestmark = pytest.mark.compat
 
 BF16 = ml_dtypes.bfloat16
 ROUNDING = {BF16: 3e-3, np.float16: 4e-4}  # of a result, on average over many
-# rows, d_in, d_out, sizes: a tile is 128 rows, 32 deep, 128 or 256 columns.
+# block_n, dtype, and rows, d_in, d_out, sizes: a tile is 128 rows, 32 deep, block_n columns.
 CASES = {
-  "one tile": (128, 32, 128, [128]),
-  "less than a tile": (5, 8, 8, [2, 3]),
-  "uneven, empty, a rest": (300, 72, 136, [0, 130, 0, 1, 100, 0]),
-  "no group has rows": (140, 40, 16, [0, 0, 0]),
-  "one has all": (140, 72, 264, [0, 140, 0]),
-  "many groups": (90, 24, 40, [3] * 30),
-  "strips of tiles": (2100, 8, 136, [700, 0, 1390]),
+  "one tile": (128, BF16, (128, 32, 128, [128])),
+  "less than a tile": (256, np.float16, (5, 8, 8, [2, 3])),
+  "uneven, empty, a rest": (256, BF16, (300, 72, 136, [0, 130, 0, 1, 100, 0])),
+  "no group has rows": (256, np.float16, (140, 40, 16, [0, 0, 0])),
+  "one has all": (256, np.float16, (140, 72, 264, [0, 140, 0])),
+  "many groups": (128, BF16, (90, 24, 40, [3] * 30)),
+  "strips of tiles": (128, BF16, (2100, 8, 136, [700, 0, 1390])),
 }
 
 
@@ -60,9 +60,8 @@ def assert_each_close(got, want, bound):
     assert np.linalg.norm(wide(g) - w) <= bound * np.linalg.norm(w)
 
 
-@pytest.mark.parametrize(("block_n", "dtype"), [(128, BF16), (256, BF16), (256, np.float16)])
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_values(case, block_n, dtype):
+@pytest.mark.parametrize(("block_n", "dtype", "case"), CASES.values(), ids=CASES)
+def test_values(block_n, dtype, case):
   x, w, dy, sizes, of_group = make(*case, dtype=dtype)
   end = of_group[-1].stop
   want = [wide(x[rows]) @ wide(w[g]) for g, rows in enumerate(of_group)]
@@ -125,9 +124,8 @@ def test_no_rows_and_no_groups():
   assert not grouped_matmul(x, w[:0], sizes[:0]).any()
 
 
-@pytest.mark.parametrize(
-  ("changes", "message"),
-  [
+def test_what_it_does_not_take():
+  for changes, message in (
     ({"x": jnp.zeros((4, 16))}, r"x is float32\[4, 16\], expected bfloat16 or float16\[any, any\]"),
     ({"w": jnp.zeros((2, 16, 8), jnp.float16)}, r"w is float16\[2, 16, 8\], expected bfloat16"),
     ({"w": jnp.zeros((2, 24, 8), jnp.bfloat16)}, r"expected bfloat16\[any, 16, any\]"),
@@ -135,16 +133,14 @@ def test_no_rows_and_no_groups():
     ({"sizes": jnp.zeros(3, jnp.int32)}, r"sizes is int32\[3\], expected int32\[2\]"),
     ({"transpose_w": True}, r"w is bfloat16\[2, 16, 8\], expected bfloat16\[any, any, 16\]"),
     ({"block_n": 64}, "block_n is 64, expected 128 or 256"),
-  ],
-)
-def test_what_it_does_not_take(changes, message):
-  args = {
-    "x": jnp.zeros((4, 16), jnp.bfloat16),
-    "w": jnp.zeros((2, 16, 8), jnp.bfloat16),
-    "sizes": jnp.zeros(2, jnp.int32),
-  } | changes
-  with pytest.raises(ValueError, match=message):
-    grouped_matmul(args.pop("x"), args.pop("w"), args.pop("sizes"), **args)
+  ):
+    args = {
+      "x": jnp.zeros((4, 16), jnp.bfloat16),
+      "w": jnp.zeros((2, 16, 8), jnp.bfloat16),
+      "sizes": jnp.zeros(2, jnp.int32),
+    } | changes
+    with pytest.raises(ValueError, match=message):
+      grouped_matmul(args.pop("x"), args.pop("w"), args.pop("sizes"), **args)
 
 
 def test_what_the_weight_gradient_does_not_take():

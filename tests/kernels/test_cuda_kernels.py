@@ -63,8 +63,7 @@ def in_every_order(f, *args):
 ROUND = 3e-3  # bfloat16 rounds to 2^-9; the mean over many elements is less
 
 
-@pytest.mark.parametrize("shape", [(8,), (3, 40), (5, 7, 24)])
-@pytest.mark.thorough
+@pytest.mark.parametrize("shape", [(8,), (5, 7, 24)])
 def test_swiglu(shape):
   gate, up, dout = (random(seed, *shape) for seed in range(3))
   gate.reshape(-1)[:4] = [-1000.0, 1000.0, 0.0, -88.0]
@@ -76,8 +75,9 @@ def test_swiglu(shape):
   assert_close(dup, d * g * s, ROUND)
 
 
-@pytest.mark.parametrize("dtype", [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2])
-@pytest.mark.parametrize("shape", [(16, 16), (144, 80), (256, 192)])
+@pytest.mark.parametrize(
+  ("shape", "dtype"), [((144, 80), ml_dtypes.float8_e4m3fn), ((256, 192), ml_dtypes.float8_e5m2)]
+)
 def test_quantise_is_the_cast_and_its_transpose(shape, dtype):
   """Every power of two and what lies between, numbers too large, and those that are none."""
   x = random(0, *shape) * np.exp2(random(1, *shape) * 8).astype(BF16)
@@ -109,7 +109,7 @@ def loss_reference(logits, targets, mask, z_loss, smoothing):
 
 
 # A block, and clusters of 2, 4 and 8; then twice as much a thread.
-@pytest.mark.parametrize("vocab", [4, 100, 16_384, 16_388, 40_000, 66_000, 131_072, 131_076])
+@pytest.mark.parametrize("vocab", [100, 16_384, 16_388, 40_000, 131_072, 131_076])
 def test_cross_entropy(vocab):
   tokens = 10 if vocab < 20_000 else 2  # a cluster takes eight, one after the other
   logits = random(0, tokens, vocab, dtype=np.float32) * 5
@@ -182,8 +182,8 @@ def norm_reference(x, scale, dy):
 # Rows of one lane, of some lanes, of a warp with one pack a lane and with up to 32, in numbers that
 # fill no block; 1000 of 128 are more than all blocks take at once.
 NORM_SHAPES = [
-  *[(n, w) for n in (1, 3, 37) for w in (8, 24, 64, 128, 136, 256, 264)],
-  *[(1000, 8), (1000, 128), (70, 2048), (9, 2056), (5, 4096), (3, 4104), (3, 8192)],
+  *[(1, 8), (3, 24), (37, 64), (1, 128), (3, 136), (37, 256), (1, 264)],
+  *[(1000, 8), (1000, 128), (70, 2048), (9, 2056), (3, 4104), (3, 8192)],
 ]
 
 
@@ -207,8 +207,9 @@ def test_rms_norm_of_rows_that_are_not_there_without_eps(width):
     assert np.isfinite(wide(y)).all()
 
 
-@pytest.mark.parametrize("num_partials", [1, 5, 37])
-@pytest.mark.parametrize(("num_rows", "width"), [(37, 520), (150, 40), (150, 256)])
+@pytest.mark.parametrize(
+  ("num_rows", "width", "num_partials"), [(37, 520, 37), (150, 40, 1), (150, 256, 5)]
+)
 def test_rms_norm_is_the_same_in_every_order(num_rows, width, num_partials, monkeypatch):
   monkeypatch.setattr(rms_norm, "NUM_PARTIALS", num_partials)
   x, dy = random(0, num_rows, width), random(1, num_rows, width)
@@ -223,7 +224,7 @@ def test_rms_norm_is_the_same_in_every_order(num_rows, width, num_partials, monk
 
 @pytest.mark.parametrize(
   ("batch", "seq", "heads", "head_dim"),
-  [(1, 1, 1, 16), (2, 3, 4, 16), (1, 7, 5, 48), (2, 5, 8, 64), (3, 4, 9, 128), (1, 2, 33, 256)],
+  [(1, 1, 1, 16), (1, 7, 5, 48), (3, 4, 9, 128), (1, 2, 33, 256)],
 )
 def test_rope(batch, seq, heads, head_dim):
   x = random(0, batch, seq, heads, head_dim)
@@ -251,8 +252,10 @@ def some_places(tokens, choices, slots, seed=0):
   return source_M, choice_M, slot_NK.reshape(tokens, choices)
 
 
-@pytest.mark.parametrize("choices", [1, 2, 3, 8])
-@pytest.mark.parametrize(("tokens", "slots", "width"), [(1, 1, 8), (13, 29, 264), (40, 37, 1032)])
+@pytest.mark.parametrize(
+  ("tokens", "slots", "width", "choices"),
+  [(1, 1, 8, 1), (13, 29, 264, 3), (40, 37, 1032, 2), (13, 29, 264, 8)],
+)
 def test_rows(tokens, slots, width, choices):
   places = source, choice, slot = some_places(tokens, choices, slots)
   x, y = random(0, tokens, width), random(1, slots, width)
@@ -360,10 +363,18 @@ def test_distinct_experts_whatever_the_logits():
   np.testing.assert_array_equal(chosen[:, 1::4], np.broadcast_to(np.arange(8), (1, 16, 8)))
 
 
-@pytest.mark.parametrize("param", [np.float32, BF16])
-@pytest.mark.parametrize("grad", [np.float32, BF16])
-@pytest.mark.parametrize("moments", [(np.float32, np.float32), (BF16, np.float32), (BF16, BF16)])
-@pytest.mark.parametrize("size", [(1,), (7,), (8,), (3, 1000), (50, 333)])
+@pytest.mark.parametrize(
+  ("param", "grad", "moments", "size"),
+  [
+    (np.float32, np.float32, (np.float32, np.float32), (1,)),
+    (np.float32, BF16, (BF16, np.float32), (7,)),
+    (BF16, np.float32, (BF16, BF16), (8,)),
+    (BF16, BF16, (np.float32, np.float32), (3, 1000)),
+    (np.float32, np.float32, (BF16, BF16), (50, 333)),
+    (BF16, BF16, (BF16, np.float32), (50, 333)),
+  ],
+  ids=str,
+)
 def test_adamw(param, grad, moments, size):
   p, g = random(0, *size, dtype=param), random(1, *size, dtype=grad)
   m, v = random(2, *size, dtype=moments[0]), np.abs(random(3, *size, dtype=moments[1]))
