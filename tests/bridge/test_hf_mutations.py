@@ -27,10 +27,6 @@ def test_every_family_has_a_case():
   assert all(OF_FAMILY.values())
 
 
-# Near to deepseek_v3, gemma3_text and mixtral; the programs of all their fields take minutes.
-LIKE_ANOTHER = ("deepseek_v2", "gemma2", "qwen3_moe")
-
-
 @dataclasses.dataclass(frozen=True)
 class Wrong:
   """A transform that puts the last dimension of ours backwards."""
@@ -44,20 +40,26 @@ class Wrong:
     return self.right.to_ours(theirs, ours)[..., ::-1]
 
 
+@pytest.fixture(scope="module")
+def tried():
+  """What was wrong in some family: rows and fields that several share are tried in the first."""
+  return set()
+
+
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_a_wrong_row_fails(kind, cases):
-  used = set()
+def test_the_logits_are_theirs_and_a_wrong_row_fails(kind, cases, tried):
+  every = set()
   for name in OF_FAMILY[kind]:
     source, tokens, theirs = cases(name)
     assert hf_gate.passes(source, tokens, theirs), name
+    every |= {row for row in source.family.rows if not isinstance(row, OwnWeight)}
     for number, row in enumerate(source.family.rows):
-      if isinstance(row, OwnWeight) or row in used or not _is_used(source, row):
+      if isinstance(row, OwnWeight) or row in tried or not _is_used(source, row):
         continue
-      used.add(row)
+      tried.add(row)
       wrong = dataclasses.replace(row, transform=Wrong(row.transform))
       assert not hf_gate.passes(hf_gate.with_row(source, number, wrong), tokens, theirs), row
-  every = {row for name in OF_FAMILY[kind] for row in cases(name)[0].family.rows}
-  assert used == {row for row in every if not isinstance(row, OwnWeight)}
+  assert tried >= every
 
 
 def _is_used(source, row) -> bool:
@@ -66,23 +68,18 @@ def _is_used(source, row) -> bool:
   return any(n.startswith(stem) and n.endswith(rest) for n in source.tensors)
 
 
-@pytest.mark.parametrize(
-  "kind", [pytest.param(k, marks=pytest.mark.slow if k in LIKE_ANOTHER else ()) for k in FAMILIES]
-)
-def test_a_wrong_field_fails(kind, cases):
-  """Each setting that the tables give, in each case of the family, changed by itself."""
-  changed = set()
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_wrong_field_fails(kind, cases, tried):
+  """Each setting that the tables give, changed by itself; words and switches from each value."""
   for name in OF_FAMILY[kind]:
     source, tokens, theirs = cases(name)
     for setting, value in source.settings.items():
-      if (setting, value) in changed or setting in IDLE or _is_idle(source, setting):
+      what = (setting, value if isinstance(value, bool | str) else None)
+      if what in tried or setting in IDLE or _is_idle(source, setting):
         continue
-      changed.add((setting, value))
+      tried.add(what)
       wrong = hf_gate.with_setting(source, setting, other(setting, value))
       assert not hf_gate.passes(wrong, tokens, theirs), (name, setting)
-  sources = [cases(name)[0] for name in OF_FAMILY[kind]]
-  said = {name for s in sources for name in s.settings if not _is_idle(s, name)}
-  assert {setting for setting, _ in changed} == said - IDLE
 
 
 # An import sets it for what comes after.

@@ -31,7 +31,7 @@ pytestmark = [
   pytest.mark.filterwarnings("default"),
 ]
 # What no family of Hugging Face's has, and what changes the names of arrays.
-NAMES = ("hybrid", "mod-predictor", "moe-null", "dense-all-options", "latent")
+NAMES = ("hybrid", "moe-null", "dense-all-options", "latent")
 
 
 def folder_of(path, name):
@@ -109,7 +109,9 @@ def test_padding_in_front_changes_nothing(exported):
 
 
 def test_the_decoder_needs_no_jax(exported):
-  _, root = exported
+  name, root = exported
+  if name != "hybrid":
+    pytest.skip("the files are the same for all")
   program = f"""
 import sys
 sys.modules["jax"] = sys.modules["flax"] = None

@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import jax
@@ -70,12 +69,11 @@ SPARSE = {
 KINDS = {
   "dense": {"optimizer.grad_clip": 0.5, "optimizer.schedule": "wsd", "step.remat": "full"},
   "moe": {n: v for n, v in SPARSE.items() if not n.startswith("mod.")},
-  "hybrid": SPARSE | {"mod.routing": "static"},
   "learned": SPARSE,
 }
 # Of the losses. A learned router chooses tokens by scores of which some differ by no more than
 # rounding; `test_fifty_steps_are_those_of_jax` holds it to how far JAX is from itself.
-NEAR = {"dense": 1e-4, "moe": 1e-4, "hybrid": 1e-4, "learned": 1e-2}
+NEAR = {"dense": 1e-4, "learned": 1e-2}
 TIMES = 5  # its own distance
 
 
@@ -94,9 +92,7 @@ def rows(folder, name="train/loss"):
   return {row["step"]: row for row in read_jsonl(parse(folder / "metrics.jsonl")) if name in row}
 
 
-@pytest.mark.parametrize(
-  "kind", [pytest.param(k, marks=pytest.mark.slow if k == "moe" else ()) for k in KINDS]
-)
+@pytest.mark.parametrize("kind", NEAR)
 def test_fifty_steps_are_those_of_jax(kind, tmp_path):
   cfg = settings(tmp_path, kind)
   jax_train.train(cfg, parse(tmp_path / "jax"))
@@ -154,6 +150,21 @@ def saved(folder: Path, step: int) -> dict[str, np.ndarray]:
     )
 
 
+# Of the second checkpoint, that of step 6, all or nothing may be on the disk.
+KILLED = """
+import os, signal, sys
+from ats_jax.pytorch.training.loop import TorchRun
+from ats_jax.verbs import main
+update = TorchRun.update
+def dies(run):
+  if run.step == 7:
+    os.kill(os.getpid(), signal.SIGKILL)
+  update(run)
+TorchRun.update = dies
+main()
+"""
+
+
 def test_a_killed_run_goes_on_bit_for_bit_and_back_into_jax(tmp_path):
   changes = {"num_steps": 14, "checkpoint.every_steps": 3, "model.dropout": 0.1}
   cfg = settings(tmp_path, "learned", **changes)
@@ -161,24 +172,16 @@ def test_a_killed_run_goes_on_bit_for_bit_and_back_into_jax(tmp_path):
 
   flags = {**RUN, **KINDS["learned"], **changes}
   flags |= {"data.cache_dir": tmp_path / "cache", "data.paths": tmp_path / "text.txt"}
-  command = [sys.executable, "-m", "ats_jax", "bridge", "train"]
   (tmp_path / "plain.py").write_text("from ats_jax.config import base_config as get_config\n")
-  command += [f"--workdir={tmp_path}/killed", f"--config={tmp_path}/plain.py", "--device=cpu"]
+  command = [sys.executable, "-c", KILLED, "bridge", "train", "--device=cpu"]
+  command += [f"--workdir={tmp_path}/killed", f"--config={tmp_path}/plain.py"]
   command += [f"--config.{name}={text_of(value)}" for name, value in flags.items()]
-  log = (tmp_path / "log").open("w")
-  process = subprocess.Popen(command, stdout=log, stderr=log, env=ONE_THREAD)
-  begun = tmp_path / "killed/checkpoints/6"
-  deadline = time.monotonic() + 300
-  while not begun.exists():
-    assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()
-    time.sleep(0.01)
-  os.kill(process.pid, signal.SIGKILL)
-  assert process.wait() == -signal.SIGKILL
   done = subprocess.run(
     command, capture_output=True, text=True, check=False, timeout=300, env=ONE_THREAD
   )
-  assert done.returncode == 0, done.stderr
-  assert "resuming" in done.stderr
+  assert done.returncode == -signal.SIGKILL, done.stderr
+  assert (tmp_path / "killed/checkpoints/3").exists()
+  assert loop.train(cfg, parse(tmp_path / "killed"), CPU)
   assert rows(tmp_path / "killed").keys() == set(range(1, 15))
   one, other = rows(tmp_path / "whole"), rows(tmp_path / "killed")
   for step, row in one.items():

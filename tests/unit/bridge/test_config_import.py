@@ -4,17 +4,18 @@ import json
 import re
 from pathlib import Path
 
+import jax
 import pytest
-from commands import forked
+from helpers import make_decoder
+from in_process import called
 
 from ats_jax.bridge import config_import
 from ats_jax.bridge.config_report import ConfigReport
 from ats_jax.bridge.families import FAMILIES
 from ats_jax.config import from_config_dict
-from ats_jax.config.build import with_settings
+from ats_jax.config.build import resolve
 from ats_jax.config.file import load_file
 from ats_jax.config.names import flatten
-from ats_jax.train.loop import train
 
 LLAMA = {
   "model_type": "llama",
@@ -63,7 +64,7 @@ def missing(report: ConfigReport) -> dict[str, str]:
   return {line.name: line.text for line in report.missing}
 
 
-def test_a_model_of_hugging_face_trains(tmp_path):
+def test_a_model_of_hugging_face_is_a_decoder(mesh, tmp_path):
   report = read(tmp_path, LLAMA | {"secret_sauce": 3})
   assert report.settings == {
     "model.vocab_size": 384, "model.num_layers": 2, "model.d_model": 64, "model.num_heads": 4,
@@ -73,15 +74,10 @@ def test_a_model_of_hugging_face_trains(tmp_path):
     "precision.compute_dtype": "float32",
   }  # fmt: skip
   assert missing(report) == {"secret_sauce": "not understood"}
-  for i in range(8):
-    write(tmp_path, f"text/{i}.txt", f"the quick brown fox number {i} jumps over a lazy dog\n" * 9)
-  small = {
-    "num_steps": 1, "data.paths": (str(tmp_path / "text"),), "data.tokenizer": "bytes",
-    "data.batch_size": 8, "data.cache_dir": str(tmp_path / "cache"), "log.writers": (),
-    "log.progress": False, "sample.max_tokens": 0, "data.validation_fraction": 0.0,
-  }  # fmt: skip
-  cfg = with_settings(from_config_dict(load_file(str(tmp_path / "mine.py"))), small)
-  assert train(cfg, tmp_path / "run").step == 1
+  cfg = resolve(from_config_dict(load_file(str(tmp_path / "mine.py"))), 384)
+  shapes = jax.eval_shape(lambda: make_decoder(cfg))
+  layer = 3 * 64 * 192 + 64 * (64 + 32 + 32 + 64) + 2 * 64
+  assert sum(x.size for x in jax.tree.leaves(shapes)) == 2 * 384 * 64 + 2 * layer + 64
 
 
 def test_the_tokenizer_beside_the_file_is_taken(tmp_path):
@@ -311,22 +307,20 @@ def test_a_name_in_the_file_cannot_end_the_text_it_is_written_in(tmp_path):
 
 def test_the_command_writes_a_config_and_no_other_file(tmp_path):
   file, target = write(tmp_path, "config.json", LLAMA), tmp_path / "new" / "mine.py"
-  printed = forked("ats_jax", "config", "import", file)
-  assert printed.code == 0 and "def get_config():" in printed.out
-  result = forked("ats_jax", "config", "import", file, f"--to={target}")
-  assert result.code == 0, result.err
-  assert "hidden_size = 64" in result.out and f"wrote {target}" in result.out
+  assert "def get_config():" in called("config", "import", file)
+  result = called("config", "import", file, f"--to={target}")
+  assert "hidden_size = 64" in result and f"wrote {target}" in result
   text = target.read_text()
-  assert "there already" in forked("ats_jax", "config", "import", file, f"--to={target}").error()
+  with pytest.raises(ValueError, match="there already"):
+    called("config", "import", file, f"--to={target}")
   assert target.read_text() == text
-  assert "ends in .py" in forked("ats_jax", "config", "import", file, "--to=mine.json").error()
-  shown = forked("ats_jax", "config", "show", str(target)).out
+  with pytest.raises(ValueError, match=r"ends in \.py"):
+    called("config", "import", file, "--to=mine.json")
+  shown = called("config", "show", str(target))
   assert "model.d_model = 64 (default 128)" in shown and "num_steps" not in shown
-  changed = forked("ats_jax", "config", "diff", "debug", str(target)).out
+  changed = called("config", "diff", "debug", str(target))
   assert "model.d_model: 128 -> 64 (fixed for a workdir)" in changed
   assert "num_steps" not in changed  # 400 in both
-  assert forked("ats_jax", "config", "diff", "debug", "debug").out == "no setting differs\n"
-  assert (
-    "expected one config and one config, got debug"
-    in forked("ats_jax", "config", "diff", "debug").error()
-  )
+  assert called("config", "diff", "debug", "debug") == "no setting differs\n"
+  with pytest.raises(ValueError, match="expected one config and one config, got debug"):
+    called("config", "diff", "debug")

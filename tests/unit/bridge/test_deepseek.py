@@ -96,17 +96,15 @@ def test_published_sizes(mesh):
 
 
 @pytest.mark.parametrize(
-  "scales",
+  ("kind", "scales"),
   [
-    {"mscale": 1.0, "mscale_all_dim": 1.0},
-    {"mscale": 0.707, "mscale_all_dim": 0.707},
-    {"mscale": 0.8, "mscale_all_dim": 0.6},
-    {"mscale_all_dim": 0.5},
-    {},
+    (V3, {"mscale": 1.0, "mscale_all_dim": 1.0}),
+    ({**V3, **LITE}, {"mscale": 0.8, "mscale_all_dim": 0.6}),
+    (V3, {"mscale_all_dim": 0.5}),
+    ({**V3, **LITE}, {}),
   ],
-  ids=str,
+  ids=["v3", "v2-lite", "v3-one", "v2-lite-none"],
 )
-@pytest.mark.parametrize("kind", [V3, {**V3, **LITE}], ids=["v3", "v2-lite"])
 def test_fields_come_back(kind, scales):
   rope = {k: v for k, v in V3["rope_scaling"].items() if not k.startswith("mscale")} | scales
   fields = {**kind, "rope_scaling": rope}

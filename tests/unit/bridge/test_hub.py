@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from commands import REPOSITORY, forked, train_flags
 from hf_folders import make_folder
+from in_process import called
 
 from ats_jax.bridge import hub
 
@@ -20,10 +21,11 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 ASK = """
 import sys
 from ats_jax.bridge import hub
-try:
-  print(hub.local_folder(sys.argv[1]))
-except (ValueError, OSError) as e:
-  print(type(e).__name__, e)
+for name in sys.argv[1:]:
+  try:
+    print(hub.local_folder(name))
+  except (ValueError, OSError) as e:
+    print(type(e).__name__, str(e).replace("\\n", " "))
 """
 
 
@@ -103,11 +105,12 @@ def served(folder):
     server.shutdown()
 
 
-def ask(name, endpoint, home, **env):
-  env = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(home), **env}
+def ask(endpoint, home, *names):
+  """What each of the names is, in turn, in one process."""
+  env = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(home)}
   env |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_OFFLINE": "0"}
   run = subprocess.run(
-    [sys.executable, "-c", ASK, name],
+    [sys.executable, "-c", ASK, *names],
     env=env,
     cwd=REPOSITORY,
     capture_output=True,
@@ -115,7 +118,7 @@ def ask(name, endpoint, home, **env):
     timeout=120,
     check=True,
   )
-  return run.stdout.strip()
+  return run.stdout.splitlines()
 
 
 @pytest.mark.thorough
@@ -125,20 +128,19 @@ def test_the_files_of_a_name_come_once(tmp_path):
   (origin / "consolidated.safetensors").write_bytes(b"the same weights in another form")
   (origin / "generation_config.json").write_text("{}")
   with served(origin) as (server, endpoint):
-    folder = ask("hf://some/model", endpoint, tmp_path / "home")
-    assert folder.endswith(COMMIT)
+    folder, again = ask(endpoint, tmp_path / "home", *["hf://some/model"] * 2)
+    assert folder.endswith(COMMIT) and again == folder
     came = {p.name: p.read_bytes() for p in Path(folder).iterdir()}
     expected = {p.name: p.read_bytes() for p in origin.iterdir()}
     del expected["pytorch_model.bin"], expected["consolidated.safetensors"]
     assert came == expected
-    before = len(server.asked)
-    assert ask("hf://some/model", endpoint, tmp_path / "home") == folder
-    assert not [p for _, p in server.asked[before:] if p.endswith(".safetensors")]
+    fetched = [p for how, p in server.asked if how == "GET" and p.endswith(".safetensors")]
+    assert len(fetched) == len(set(fetched)) == 2
   # There is no server any more.
-  assert ask("hf://some/model", endpoint, tmp_path / "home") == folder
-  assert ask(f"hf://some/model@{COMMIT}", endpoint, tmp_path / "home") == folder
-  lost = ask("hf://some/model", endpoint, tmp_path / "other")
-  assert lost.startswith("OSError hf://some/model: the Hub does not answer")
+  names = ("hf://some/model", f"hf://some/model@{COMMIT}", "hf://some/other")
+  *found, lost = ask(endpoint, tmp_path / "home", *names)
+  assert found == [folder, folder]
+  assert lost.startswith("OSError hf://some/other: the Hub does not answer")
 
 
 @pytest.mark.thorough
@@ -146,10 +148,10 @@ def test_a_connection_that_breaks_is_taken_up_or_said(tmp_path):
   origin = make_folder(tmp_path / "origin")
   with served(origin) as (server, endpoint):
     server.breaks = 100
-    broken = ask("hf://some/model", endpoint, tmp_path / "home")
+    (broken,) = ask(endpoint, tmp_path / "home", "hf://some/model")
     assert broken.startswith("OSError hf://some/model: the Hub does not answer"), broken
     server.breaks = 0
-    folder = ask("hf://some/model", endpoint, tmp_path / "home")
+    (folder,) = ask(endpoint, tmp_path / "home", "hf://some/model")
   got = Path(folder, "model.safetensors").read_bytes()
   assert got == (origin / "model.safetensors").read_bytes()
 
@@ -159,12 +161,14 @@ def test_names_that_the_hub_does_not_give(tmp_path):
   origin = make_folder(tmp_path / "origin")
   (origin / "model.safetensors").rename(origin / "pytorch_model.bin")
   with served(origin) as (_, endpoint):
-    says = lambda name: ask(name, endpoint, tmp_path / "home")
-    assert says("hf://some/model").startswith("ValueError hf://some/model has neither model.")
-    assert "the model has no branch, tag or commit v9" in says("hf://some/model@v9")
-    assert "the Hub has no such model" in says("hf://some/modle")
-    assert "given to those who accept its terms" in says("hf://gated/model")
-  assert says("hf://a..b/--c").startswith("ValueError hf://a..b/--c is no name on the Hub")
+    names = ("some/model", "some/model@v9", "some/modle", "gated/model", "a..b/--c")
+    asked = [f"hf://{name}" for name in names]
+    no_weights, no_commit, no_model, gated, no_name = ask(endpoint, tmp_path / "home", *asked)
+  assert no_weights.startswith("ValueError hf://some/model has neither model.")
+  assert "the model has no branch, tag or commit v9" in no_commit
+  assert "the Hub has no such model" in no_model
+  assert "given to those who accept its terms" in gated
+  assert no_name.startswith("ValueError hf://a..b/--c is no name on the Hub")
 
 
 def test_other_words_are_folders():
@@ -176,12 +180,10 @@ def test_other_words_are_folders():
 
 def test_the_verbs_take_names_where_they_read(tmp_path):
   to = f"--workdir={tmp_path}/run"
-  reads = (
-    forked("ats_jax", "bridge", "import", "--folder=hf://model", to),
-    forked("ats_jax", "bridge", "verify", "--folder=hf://model", to),
-    forked("ats_jax.train", *train_flags(tmp_path / "run"), "--init_from=hf://model"),
-  )
-  for result in reads:
-    assert result.error().startswith("hf://model is no name on the Hub"), result
-  writes = forked("ats_jax", "bridge", "export", "--folder=hf://some/model", to)
-  assert "an export writes a local folder" in writes.error()
+  for verb in ("import", "verify"):
+    with pytest.raises(ValueError, match=r"^hf://model is no name on the Hub"):
+      called("bridge", verb, "--folder=hf://model", to)
+  with pytest.raises(ValueError, match="an export writes a local folder"):
+    called("bridge", "export", "--folder=hf://some/model", to)
+  result = forked("ats_jax.train", *train_flags(tmp_path / "run"), "--init_from=hf://model")
+  assert result.error().startswith("hf://model is no name on the Hub"), result
