@@ -1,8 +1,14 @@
-"""What TensorBoard gets of a whole run, read back by tensorboardX and, with `-m tf`, by itself."""
+"""What a whole run writes: for TensorBoard, read back by tensorboardX and, with `-m tf`, by itself.
+
+And the page of metrics, which names all of it and nothing else.
+"""
 
 import json
 import math
+import os
+import re
 import textwrap
+from pathlib import Path
 
 import pytest
 from helpers import tiny_config
@@ -11,21 +17,30 @@ from test_writer import read_events, scalars_of
 
 from ats_jax.checkpoint import workdir
 from ats_jax.config.names import flatten
+from ats_jax.metrics.goodput import CATEGORIES
+from ats_jax.metrics.memory import _DEVICE_STATS
 from ats_jax.metrics.rows import read_jsonl
 from ats_jax.train.loop import train
 
+# As a run's settings say it, so that the programs of former sessions are found.
+CACHED = {"compilation_cache": os.environ["JAX_COMPILATION_CACHE_DIR"]}
+PAGE = Path(__file__).parents[3] / "docs" / "reference" / "metrics.md"
+FIELDS = {"step", "wall_time", "sample"}
+# A device's alone: `Throughput` and `memory_metrics` are tested to write them.
+NOT_ON_A_CPU = {"train/mfu", "train/mfu_6n", *_DEVICE_STATS.values()}
+NOT_ALONE = {"hosts/slowest", "hosts/slowest_ratio"}  # of jobs: tests/multidevice has them
 TEXT = "the cat sat on the mat, and the dog on the log. " * 40
 
 
 def sparse_run(folder, changes=()):
-  """Train four layers with experts, every second of which skips tokens; its workdir."""
+  """Train two layers with experts, the second of which skips tokens; its workdir."""
   (folder / "text.txt").write_text(TEXT)
   (folder / "other.txt").write_text(TEXT[::-1])
   cfg = tiny_config(
     {
+      **CACHED,
       "num_steps": 4,
       "model.vocab_size": 384,
-      "model.num_layers": 4,
       "moe.num_experts": 4,
       "moe.top_k": 2,
       "moe.dispatch": "capacity",
@@ -136,6 +151,53 @@ def test_what_sparse_layers_are_worth_is_written(run):
   written = scalars_of(read_events(run))
   assert written[4, "mod/flops_saved"] == pytest.approx(rows[-1]["mod/flops_saved"])
   assert written[4, "train/tflops_per_device"] > 0
+
+
+def on_the_page():
+  """Name -> (unit, when, meaning), placeholders filled in."""
+  found = {}
+  rows = re.findall(r"^\| `([^`]+)` \|(.*)\|(.*)\|(.*)\|$", PAGE.read_text(), re.MULTILINE)
+  for name, *columns in rows:
+    if re.match(r"[a-z]+/", name) and len(columns) == 3:
+      for category in (*CATEGORIES, "other") if "CATEGORY" in name else ("",):
+        found[name.replace("CATEGORY", category)] = [column.strip() for column in columns]
+  return found
+
+
+@pytest.fixture(scope="module")
+def written(run, tmp_path_factory):
+  """Names that a sparse run under an orchestrator wrote, and one in 8 bits."""
+  folder = tmp_path_factory.mktemp("page")
+  (folder / "text.txt").write_text(TEXT)
+  eight = {
+    **CACHED,
+    "num_steps": 2,
+    "model.num_layers": 3,
+    "model.vocab_size": 384,
+    "precision.fp8": True,
+    "data.paths": (f"{folder}/text.txt",),
+    "data.validation_fraction": 0.0,
+    "data.cache_dir": f"{folder}/cache",
+    "log.progress": False,
+    "log.writers": ("jsonl",),
+    "sample.max_tokens": 0,
+  }
+  train(tiny_config(eight), folder / "eight")
+  rows = [row for of in (run, folder / "eight") for row in read_jsonl(of / "metrics.jsonl")]
+  return {name for row in rows for name in row}
+
+
+@pytest.mark.thorough
+def test_every_metric_that_is_written_is_on_the_page(written):
+  named = {name.replace("eval/code/", "eval/") for name in written} - FIELDS
+  assert any(name.startswith("eval/code/") for name in written)
+  assert named - on_the_page().keys() == set()
+  assert on_the_page().keys() - written == NOT_ON_A_CPU | NOT_ALONE
+
+
+def test_the_page_says_when_each_is_written():
+  for name, (_, when, meaning) in on_the_page().items():
+    assert when in ("log", "eval", "save", "look", "end") and meaning, name
 
 
 # TensorBoard's own readers.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from absl import logging
-from runs import REPOSITORY, finish, start
+from commands import REPOSITORY, forked, train_flags
 
 from ats_jax.config.schema import LogConfig
 from ats_jax.metrics import logfile
@@ -26,29 +26,34 @@ def text(tmp_path):
   return (*FEW, *SMALL, *SHORT, *own, "data.validation_fraction=0", "orchestrator.mode=off")
 
 
+def trained(workdir, *settings):
+  """What a run shows."""
+  result = forked("ats_jax.train", *train_flags(workdir, *settings))
+  assert result.code == 0, result.err
+  return result.out + result.err
+
+
 @pytest.mark.thorough
 def test_a_run_keeps_its_log_and_appends_when_it_goes_on(tmp_path, text):
-  shown = finish(start(tmp_path / "run", *text))
+  shown = trained(tmp_path / "run", *text)
   kept = (tmp_path / "run" / "log.txt").read_text()
   for words in ("parameters:", "peak of a device: none is known of 'cpu'", "speed on"):
     assert words in kept and words in shown
   line = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d INFO    mesh: stage=1, data=")
   assert len([x for x in kept.splitlines() if line.match(x)]) == 1
   more = [x for x in text if not x.startswith("num_steps")]
-  finish(start(tmp_path / "run", "num_steps=4", *more))
+  shown = trained(tmp_path / "run", *more, "num_steps=4", "log.level=debug")
   again = (tmp_path / "run" / "log.txt").read_text()
   assert again.startswith(kept) and "from step 3 of 4" in again[len(kept) :]
+  assert "Finished save" in again and "orbax" not in shown  # a line of Orbax's
 
 
 @pytest.mark.thorough
 def test_the_level_is_of_the_screen_and_the_file(tmp_path, text):
-  shown = finish(start(tmp_path / "run", *text, "log.level=warning", "log.writers=jsonl"))
+  shown = trained(tmp_path / "run", *text, "log.level=warning", "log.writers=jsonl")
   assert "parameters:" not in shown
   lines = (tmp_path / "run" / "log.txt").read_text().splitlines()
   assert all(" WARNING " in line for line in lines), lines
-  finish(start(tmp_path / "more", *text, "log.level=debug"))
-  assert "orbax" not in shown
-  assert "Finished save" in (tmp_path / "more" / "log.txt").read_text()  # a line of Orbax's
 
 
 def test_the_error_that_ends_a_run_is_the_last_line(tmp_path):
