@@ -124,9 +124,9 @@ def compile_shader(source: str) -> Library:
   if not kept.exists():
     kept.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=kept.parent) as scratch:
-      source, made = Path(scratch) / "kernels.cc", Path(scratch) / "k.so"
-      source.write_text(text)
-      run = subprocess.run([*command, source, "-o", made], capture_output=True, text=True)
+      file, made = Path(scratch) / "kernels.cc", Path(scratch) / "k.so"
+      file.write_text(text)
+      run = subprocess.run([*command, file, "-o", made], capture_output=True, text=True)
       assert run.returncode == 0, run.stderr
       made.rename(kept)
   return Library(kept, kernels)

@@ -169,6 +169,7 @@ def written(run, tmp_path_factory):
   """Names that a sparse run under an orchestrator wrote, and one in 8 bits."""
   folder = tmp_path_factory.mktemp("page")
   (folder / "text.txt").write_text(TEXT)
+  (folder / "other.txt").write_text(TEXT[::-1])
   eight = {
     **CACHED,
     "num_steps": 2,
@@ -176,7 +177,7 @@ def written(run, tmp_path_factory):
     "model.vocab_size": 384,
     "precision.fp8": True,
     "data.paths": (f"{folder}/text.txt",),
-    "data.validation_fraction": 0.0,
+    "data.validation_paths": (f"{folder}/other.txt",),  # of which `eval/fp8_gap` is
     "data.cache_dir": f"{folder}/cache",
     "log.progress": False,
     "log.writers": ("jsonl",),
