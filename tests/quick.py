@@ -5,7 +5,7 @@ from pathlib import Path
 
 _SLOW = (
   r"jax|flax|optax|orbax|subprocess|multiprocessing|commands|runs|documents|"
-  r"canonical|golden_run|checkpoint_helpers|lab\.mod_savings|processes import run_job|"
+  r"canonical|in_process|golden_run|checkpoint_helpers|lab\.mod_savings|processes import run_job|"
   r"ats_jax\.planner\.(?:describe|fit|memory)|"
   r"ats_jax\.(?:api|checkpoint|data\.chat\.jinja|step\.program|train|verbs\.bench)\b"
 )

@@ -11,8 +11,8 @@ from ats_jax.cluster.preflight import measure
 from ats_jax.model.count import count
 from ats_jax.planner.abstract import abstract_mesh, abstract_state, device_bytes
 from ats_jax.planner.describe import describe, render_plan
-from ats_jax.planner.hardware import COLLECTIVES, Hardware
-from ats_jax.planner.seconds import step_seconds
+from ats_jax.planner.hardware import COLLECTIVES, Hardware, typical
+from ats_jax.planner.seconds import render_seconds, step_seconds
 from ats_jax.sharding.mesh import on_mesh
 
 KIB = 2**10
@@ -36,6 +36,14 @@ def test_seconds_of_a_collective():
   assert at(4, 1) == 0 == RATES.seconds("all_gather", 0, 4)
   alone = dataclasses.replace(RATES, devices=1, collectives={})
   assert alone.seconds("all_gather", KIB, 4) is None
+
+
+def test_the_text_says_whether_rates_were_measured():
+  times = {"parts": {}, "least": 1.0, "likely": 1.0, "most": 1.0, "device_kind": "a GPU"}
+  first_line = lambda devices: render_seconds(times | {"measured_devices": devices}, 1)[0]
+  assert first_line(4) == "a step, from rates measured on 4 x a GPU"
+  assert first_line(0) == "a step, from typical rates of a GPU"
+  assert typical("H100").is_typical and not RATES.is_typical
 
 
 def test_the_file(tmp_path):
