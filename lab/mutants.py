@@ -13,7 +13,8 @@ mutant after the other and runs, until a test fails or the time is over: the def
 mutant's area; the thorough tests and those of meshes that depend on the file, of the area first and
 of fewer dependencies first, for half of the time that is left; and the stories in tests/e2e. With
 --selected only the test files that `lab.affected` names for the file run. A test that fails without
-the mutant too does not count. Rows that are in the CSV file are not made again.
+the mutant too does not count. Rows that are in the CSV file are not made again; remove those that
+were made beside other work, as the column `load` tells, if their time was over.
 """
 
 import argparse
@@ -302,7 +303,7 @@ _THOROUGH = (
 )
 _PASSED = (0, 5)  # 5: no test of the kind
 _FAILED = re.compile(r"^(?:FAILED|ERROR) ([^\s\[]+(?:\[.*?\](?= - |$))?)", re.MULTILINE)
-_COLUMNS = ("mutant", "area", "file", "line", "outcome", "seconds", "test")
+_COLUMNS = ("mutant", "area", "file", "line", "outcome", "seconds", "test", "load")
 
 
 class Suite:
@@ -328,22 +329,22 @@ class Suite:
     self._broken: list[str] = []  # options of pytest that leave out what fails without a mutant
 
   def try_mutant(self, mutant: Mutant) -> tuple[str, float, str]:
-    """The outcome, the seconds, and the first test that fails."""
+    """The outcome, the seconds, and the first test that fails, or the phases that were cut off."""
     path = self._root / mutant.file
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
     mutated = mutant.apply(text)
     if mutated is None:
       return GONE, 0.0, ""
-    left, outcome, phases = self._limit, MISSED, self._phases(mutant)
+    left, phases, cut = self._limit, self._phases(mutant), []
     while phases:
-      options, files, share = phases[0]
+      name, options, files, share = phases[0]
       path.write_text(mutated, encoding="utf-8")
       begin = time.monotonic()
       code, printed = self._pytest([*options, *files, *self._broken], left * share)
       path.write_text(text, encoding="utf-8")
       left -= time.monotonic() - begin
       if code is None:
-        outcome = TIME_OVER
+        cut.append(name)
       elif code not in _PASSED:
         failed = re.search(_FAILED, printed)
         test = failed[1] if failed else ""
@@ -356,13 +357,13 @@ class Suite:
         self._broken.append(option)
         continue
       del phases[0]
-    return outcome, self._limit - left, ""
+    return TIME_OVER if cut else MISSED, self._limit - left, " ".join(cut)
 
   def _passes(self, options: list[str], words: list[str]) -> bool:
     return self._pytest([*options, *words], self._limit)[0] in _PASSED
 
-  def _phases(self, mutant: Mutant) -> list[tuple[list[str], list[str], float]]:
-    """Options and files of pytest, and the share that they may have of the time that is left."""
+  def _phases(self, mutant: Mutant) -> list[tuple[str, list[str], list[str], float]]:
+    """Names, options and files of pytest, and the share that they have of the time that is left."""
     depend = self._repository.dependencies
     tests = sorted(self._repository.tests(), key=lambda test: len(depend(test)))
     found = affected(self._repository, [mutant.file])
@@ -376,8 +377,12 @@ class Suite:
       if test not in stories and mutant.file in depend(test)
       if re.search(r"mark\.(thorough|mesh)", (self._root / test).read_text(encoding="utf-8"))
     ]
-    phases = (([], of_area, 1), (["-m", _THOROUGH], thorough, 0.5), ([], stories, 1))
-    return [phase for phase in phases if phase[1]]
+    phases = (
+      ("area", [], of_area, 1),
+      ("thorough", ["-m", _THOROUGH], thorough, 0.5),
+      ("stories", [], stories, 1),
+    )
+    return [phase for phase in phases if phase[2]]
 
   def _pytest(self, words: list[str], limit_secs: float) -> tuple[int | None, str]:
     """The exit code, None where the time was over, and what was printed."""
@@ -412,7 +417,8 @@ def run(suite: Suite, mutants: Iterable[Mutant], out: Path) -> None:
     for mutant in mutants:
       if mutant.id not in done:
         outcome, seconds, test = suite.try_mutant(mutant)
-        row = (mutant.id, mutant.area, mutant.file, mutant.line, outcome, f"{seconds:.1f}", test)
+        row = [mutant.id, mutant.area, mutant.file, mutant.line, outcome, f"{seconds:.1f}", test]
+        row.append(f"{os.getloadavg()[1]:.1f}")  # a busy machine does less in the time
         writer.writerow(row)
         file.flush()
         print(*row, flush=True)
