@@ -326,7 +326,7 @@ class Suite:
       shutil.copy(source / name, self._root / name)
     self._repository = Repository(self._root, files)
     self._limit, self._selected = limit_secs, selected
-    self._broken: list[str] = []  # options of pytest that leave out what fails without a mutant
+    self._broken = set[str]()  # tests and files that fail without a mutant
 
   def try_mutant(self, mutant: Mutant) -> tuple[str, float, str]:
     """The outcome, the seconds, and the first test that fails, or the phases that were cut off."""
@@ -338,24 +338,29 @@ class Suite:
     left, phases, cut = self._limit, self._phases(mutant), []
     while phases:
       name, options, files, share = phases[0]
+      files = [file for file in files if file not in self._broken]
+      if not files:
+        del phases[0]
+        continue
       path.write_text(mutated, encoding="utf-8")
       begin = time.monotonic()
-      code, printed = self._pytest([*options, *files, *self._broken], left * share)
+      left_out = [f"--deselect={test}" for test in self._broken if "::" in test]
+      code, printed = self._pytest([*options, *files, *left_out], left * share)
       path.write_text(text, encoding="utf-8")
-      left -= time.monotonic() - begin
+      spent = time.monotonic() - begin
       if code is None:
         cut.append(name)
       elif code not in _PASSED:
         failed = re.search(_FAILED, printed)
         test = failed[1] if failed else ""
         if self._passes(options, [test] if test else ["--collect-only", *files]):
-          return CAUGHT, self._limit - left, test
-        option = f"--{'deselect' if '::' in test else 'ignore'}={test}"
-        if not test or option in self._broken:
+          return CAUGHT, self._limit - left + spent, test
+        if not test or test in self._broken:
           raise ChildProcessError(printed)
         print(f"fails without the mutant too: {test}", file=sys.stderr)
-        self._broken.append(option)
-        continue
+        self._broken.add(test)
+        continue  # once more without it, in the same time
+      left -= spent
       del phases[0]
     return TIME_OVER if cut else MISSED, self._limit - left, " ".join(cut)
 

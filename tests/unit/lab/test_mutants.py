@@ -48,6 +48,7 @@ def test_checked():
 def test_of_the_environment():
   assert pathlib.Path("missing").exists()
 """,
+  "tests/unit/config/test_extra.py": "import no_such_package\nfrom ats_jax.config import sizes\n",
   "tests/e2e/test_story.py": "import os\ndef test_story():\n  assert os.name\n",
 }
 
@@ -136,7 +137,8 @@ def test_story():
     words = [sys.executable, "-c", "import signal; signal.pause()"]
     subprocess.run(words, pass_fds=[held.fileno()])
 """)
-  (root / "tests/unit/config/test_sizes.py").unlink()
+  for test in (root / "tests/unit").rglob("*.py"):
+    test.unlink()
   (tmp_path / "tests").mkdir()
   suite = Suite(root, tmp_path / "tests", 3, selected=False)
   outcome, seconds, test = suite.try_mutant(CHECKED)
