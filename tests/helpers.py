@@ -123,13 +123,6 @@ def thorough_but(cases: Sequence[Any], *quick: int) -> list[Any]:
   return [pytest.param(case, marks=marks(i)) for i, case in enumerate(cases)]
 
 
-def when(number: int, *, quick: Sequence[int] = (), ci: Sequence[int] = ()) -> Any:
-  """When a case of a test of meshes runs: in `make test`, in CI, or by hand."""
-  if number in quick:
-    return ()
-  return pytest.mark.mesh if number in ci else pytest.mark.slow
-
-
 def pack(lengths: list[list[int]], seq_len: int) -> tuple[np.ndarray, np.ndarray]:
   """Segment ids (1.., then 0 for padding) and positions of rows of documents of these lengths."""
   segments = np.zeros((len(lengths), seq_len), np.int32)
