@@ -1,32 +1,37 @@
-"""Entry points as a user runs them: a real process for each, its output and its exit code."""
+"""Entry points as a user runs them: their output and their exit code.
 
+`called` is for what a command says and leaves behind: all such commands share one process, which
+has its libraries and its compiled programs ready. `forked` and `started` give each a process of its
+own: where exit codes, signals, permissions or the variables of the environment are the subject.
+"""
+
+import ctypes
+import functools
+import importlib
 import multiprocessing
+import multiprocessing.connection
 import os
 import re
+import resource
 import runpy
 import subprocess
 import sys
 import tempfile
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from program_cache import user_cache
 from xla_flags import QUICK
 
-from ats_jax.exits import REFUSED
+from ats_jax.exits import DONE, REFUSED
+from ats_jax.verbs import VERBS
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 TIMEOUT_SECS = 300
-# Linux lets root read and write what it has no permission for: two capabilities less, and it may
-# not, though it is still the owner of its files and of this Python.
-_DROP_CAPABILITIES = """
-import ctypes, os, sys
-PR_CAPBSET_DROP, CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH = 24, 1, 2
-for capability in (CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH):
-  if ctypes.CDLL(None, use_errno=True).prctl(PR_CAPBSET_DROP, capability, 0, 0, 0):
-    sys.exit(os.strerror(ctypes.get_errno()))
-os.execv(sys.argv[1], sys.argv[1:])
-"""
-UNPRIVILEGED = (sys.executable, "-c", _DROP_CAPABILITIES) if os.geteuid() == 0 else ()
+# Linux lets root read and write what it has no permission for, by two of its capabilities.
+ROOT_MAY_DO_ANYTHING = os.geteuid() == 0 and sys.platform != "linux"
 
 # Its processes are forked from one that has imported the libraries: 0.2 s each instead of 3 s.
 _FORKSERVER = multiprocessing.get_context("forkserver")
@@ -59,13 +64,15 @@ def train_flags(
   return [f"--config={config}", f"--workdir={workdir}", *(f"--config.{s}" for s in settings)]
 
 
-def forked(module: str, *flags: str, **env: str) -> Result:
+def forked(
+  module: str, *flags: str, prepare: Callable[[], None] | None = None, **env: str
+) -> Result:
   """`python -m module flags`, in a process of its own that need not import jax again.
 
-  A `module` that ends in .py is a script.
+  A `module` that ends in .py is a script. `prepare` is called in the process before.
   """
   with tempfile.TemporaryDirectory() as folder:
-    process = _FORKSERVER.Process(target=_child, args=(module, flags, env, folder))
+    process = _FORKSERVER.Process(target=_child, args=(module, flags, env, folder, prepare))
     process.start()
     process.join(TIMEOUT_SECS)
     if process.exitcode is None:
@@ -74,9 +81,90 @@ def forked(module: str, *flags: str, **env: str) -> Result:
     return Result(process.exitcode, out, err)
 
 
-def _child(module: str, flags: tuple[str, ...], env: dict[str, str], folder: str) -> None:
+def called(*words: str) -> Result:
+  """`ats-jax words` in the process that runs all such commands, one after another.
+
+  It has one device. A config or an extension that a command loads stays for the commands after it.
+  """
+  with tempfile.TemporaryDirectory() as folder:
+    process, connection = _shell()
+    connection.send((words, folder))
+    try:
+      assert connection.poll(TIMEOUT_SECS), f"ats-jax {' '.join(words)} does not end"
+      code = connection.recv()
+    except (AssertionError, EOFError):
+      process.kill()
+      process.join()
+      _shell.cache_clear()
+      code = process.exitcode
+    out, err = (Path(folder, name).read_text(errors="replace") for name in ("out", "err"))
+    return Result(code, out, err)
+
+
+@functools.cache
+def _shell() -> tuple[multiprocessing.process.BaseProcess, multiprocessing.connection.Connection]:
+  """The process of `called`, and the connection to it."""
+  ours, its = multiprocessing.Pipe()
+  process = _FORKSERVER.Process(target=_run_commands, args=(its,), daemon=True)
+  process.start()
+  its.close()
+  return process, ours
+
+
+def _run_commands(connection: multiprocessing.connection.Connection) -> None:
+  """Run each command that comes, with new standard streams, and send its exit code."""
+  os.environ["XLA_FLAGS"] = QUICK
+  os.environ["XDG_CACHE_HOME"] = str(user_cache(Path(os.environ["XDG_CACHE_HOME"], "called")))
+  streams = {number: os.dup(number) for number in (1, 2)}
+  while True:
+    try:
+      words, folder = connection.recv()
+    except EOFError:  # the tests are over
+      return
+    os.chdir(REPOSITORY)
+    _redirect(folder)
+    code = _run_command(words)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    for number, stream in streams.items():
+      os.dup2(stream, number)
+    connection.send(code)
+
+
+def _run_command(words: tuple[str, ...]) -> int:
+  """Run a command whose flags have their defaults again; return its exit code."""
+  if words and words[0] in VERBS:
+    for command in importlib.import_module(f"ats_jax.verbs.{words[0]}").COMMANDS.values():
+      command.flags.unparse_flags()
+  sys.argv = ["ats_jax", *words]
+  try:
+    runpy.run_module("ats_jax", run_name="__main__", alter_sys=True)
+  except SystemExit as end:
+    return end.code if isinstance(end.code, int) else DONE
+  except BaseException:
+    traceback.print_exc()
+    return 1
+  return DONE
+
+
+def _redirect(folder: str) -> None:
+  """Let what is printed go to two files of a folder."""
   for number, name in ((1, "out"), (2, "err")):
-    os.dup2(os.open(os.path.join(folder, name), os.O_WRONLY | os.O_CREAT), number)
+    file = os.open(os.path.join(folder, name), os.O_WRONLY | os.O_CREAT)
+    os.dup2(file, number)
+    os.close(file)
+
+
+def _child(
+  module: str,
+  flags: tuple[str, ...],
+  env: dict[str, str],
+  folder: str,
+  prepare: Callable[[], None] | None,
+) -> None:
+  _redirect(folder)
+  if prepare:
+    prepare()
   os.environ.update({"XLA_FLAGS": QUICK, **env})
   os.chdir(REPOSITORY)
   sys.argv = [module, *flags]
@@ -86,10 +174,31 @@ def _child(module: str, flags: tuple[str, ...], env: dict[str, str], folder: str
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
-def started(module: str, *flags: str, prefix: tuple[str, ...] = (), **env: str) -> Result:
-  """`python -m module flags` from the very start; `prefix` is a command that runs this one."""
+def drop_privileges() -> None:
+  """Take from this process what root may do with files of no permission; it stays their owner."""
+  if os.geteuid() != 0:
+    return
+  libc = ctypes.CDLL(None, use_errno=True)
+  header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # version 3 of the call, this thread
+  sets = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable; then those above 31
+  override_and_read_search = 1 << 1 | 1 << 2
+  if libc.capget(header, sets):
+    raise OSError(ctypes.get_errno(), "capget")
+  for i in range(3):
+    sets[i] &= ~override_and_read_search
+  if libc.capset(header, sets):
+    raise OSError(ctypes.get_errno(), "capset")
+
+
+def limit_file_size(kilobytes: int) -> None:
+  """Let writing a larger file fail in this process, as on a disk that is full."""
+  resource.setrlimit(resource.RLIMIT_FSIZE, (1024 * kilobytes, 1024 * kilobytes))
+
+
+def started(module: str, *flags: str, **env: str) -> Result:
+  """`python -m module flags` from the very start."""
   done = subprocess.run(
-    [*prefix, sys.executable, "-m", module, *flags],
+    [sys.executable, "-m", module, *flags],
     capture_output=True,
     text=True,
     timeout=TIMEOUT_SECS,

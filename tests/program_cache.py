@@ -5,6 +5,7 @@ clearing. Processes that a test starts, and may kill while they write, have a ca
 own instead.
 """
 
+import contextlib
 import os
 import shutil
 import zlib
@@ -22,6 +23,19 @@ def kept_programs() -> Path:
   folder = base / "ats_jax_tests" / _processor()
   if sum(p.stat().st_size for p in folder.glob("*")) > MAX_BYTES:
     shutil.rmtree(folder)
+  return folder
+
+
+def user_cache(folder: Path) -> Path:
+  """A folder for XDG_CACHE_HOME in which runs find, and leave, the kept programs.
+
+  Not for processes that are killed: one that is cut while it is written is of no use to the next.
+  """
+  kept = Path(os.environ["JAX_COMPILATION_CACHE_DIR"])  # conftest.py sets it
+  for parent in (kept, folder / "ats_jax"):
+    parent.mkdir(parents=True, exist_ok=True)
+  with contextlib.suppress(FileExistsError):  # of another process
+    (folder / "ats_jax" / "xla").symlink_to(kept)
   return folder
 
 

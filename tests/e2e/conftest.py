@@ -4,7 +4,7 @@ import random
 from pathlib import Path
 
 import pytest
-import runs
+from commands import called, train_flags
 
 STEPS = 40
 WORDS = ("def", "return", "self", "import", "for", "in", "the", "if", "not", "value", "x", "y")
@@ -65,5 +65,6 @@ def trained_settings(tiny) -> tuple[str, ...]:
 def trained(trained_settings, tmp_path_factory) -> Path:
   """The workdir of a complete run. Not to be changed: copy it."""
   workdir = tmp_path_factory.mktemp("trained")
-  runs.finish(runs.start(workdir, *trained_settings))
+  result = called("train", *train_flags(workdir, *trained_settings))
+  assert result.code == 0, result.err
   return workdir

@@ -6,7 +6,7 @@ import shutil
 
 import numpy as np
 import pytest
-from commands import forked
+from commands import called
 from test_one_file import SMALL
 
 from ats_jax.data.tokens.tokenizer import ByteTokenizer
@@ -29,7 +29,7 @@ def folder(tmp_path):
 
 def test_validate(folder, tmp_path):
   flags = (f"--config.data.paths={folder}", f"--config.data.cache_dir={tmp_path}/cache")
-  result = forked("ats_jax", "data", "validate", *flags)
+  result = called("data", "validate", *flags)
   assert result.code == 1 and "Traceback" not in result.err
   assert result.out.splitlines() == [
     f"{folder}/d.jpg: unknown suffix",
@@ -49,7 +49,7 @@ def test_validate(folder, tmp_path):
   assert not list((tmp_path / "cache").glob("corpus-*"))
   (tmp_path / "good.jsonl").write_text('{"content": "é"}\n')
   flags = (f"--config.data.paths={tmp_path}/good.jsonl", "--config.data.format.text_field=content")
-  result = forked("ats_jax", "data", "validate", *flags)
+  result = called("data", "validate", *flags)
   assert (result.code, result.out) == (
     0, "1 record read = 1 document + 0 left out; 1 files, 0 passed over\n"
   )  # fmt: skip
@@ -59,19 +59,12 @@ def test_report_of_a_filtered_folder(folder, tmp_path):
   (folder / "g.txt").write_text("A  file\n" * 20)
   out, page = tmp_path / "prepared", tmp_path / "report.html"
   flags = (f"--config.data.paths={folder}", "--config.data.tokenizer=bytes")
-  prepared = forked(
-    "ats_jax",
-    "data",
-    "prepare",
-    f"--out={out}",
-    "--workers=0",
-    "--config.data.filters=exact",
-    *flags,
-  )
+  filters = "--config.data.filters=exact"
+  prepared = called("data", "prepare", f"--out={out}", "--workers=0", filters, *flags)
   assert prepared.code == 0, prepared.err
   assert "64 records read = 58 documents + 6 left out" in prepared.out
   shutil.rmtree(folder)
-  result = forked("ats_jax", "data", "report", f"--out={page}", f"--config.data.paths={out}")
+  result = called("data", "report", f"--out={page}", f"--config.data.paths={out}")
   assert result.out == f"64 records read = 58 documents + 6 left out: {page}\n", result.err
   assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
 
@@ -79,8 +72,8 @@ def test_report_of_a_filtered_folder(folder, tmp_path):
 def test_report_of_named_sources(folder, tmp_path):
   (tmp_path / "b.txt").write_text("Another text.\n" * 20)
   page = tmp_path / "report.html"
-  result = forked(
-    "ats_jax", "data", "report", f"--out={page}", "--config.data.tokenizer=bytes",
+  result = called(
+    "data", "report", f"--out={page}", "--config.data.tokenizer=bytes",
     f"--config.data.sources=a={folder},b={tmp_path}/b.txt",
     f"--config.data.cache_dir={tmp_path}/cache",
   )  # fmt: skip
@@ -91,25 +84,25 @@ def test_report_of_named_sources(folder, tmp_path):
 def test_token_files_are_checked_against_their_tokenizer(tmp_path):
   np.array([1, 2, ByteTokenizer.eos_id, 999], np.uint16).tofile(tmp_path / "a.bin")
   flags = (f"--config.data.paths={tmp_path}/a.bin", f"--config.data.cache_dir={tmp_path}/cache")
-  result = forked("ats_jax", "data", "validate", "--config.data.tokenizer=bytes", *flags)
+  result = called("data", "validate", "--config.data.tokenizer=bytes", *flags)
   assert result.code == 1 and "a.bin: id 999 at position 3 is outside" in result.out
-  result = forked("ats_jax", "data", "validate", *flags)
+  result = called("data", "validate", *flags)
   assert result.code == 1 and "a.bin: ids need the tokenizer" in result.out
 
 
 def test_prepare_then_train_without_the_text(folder, tmp_path):
   flags = (f"--config.data.paths={folder}", "--config.data.bpe_vocab_size=300")
-  result = forked("ats_jax", "data", "prepare", f"--out={tmp_path}/out", "--workers=2", *flags)
+  result = called("data", "prepare", f"--out={tmp_path}/out", "--workers=2", *flags)
   assert result.code == 0, result.err
   counts, summary = result.out.splitlines()
   assert counts.startswith("63 records read = 58 documents + 5 left out (see ")
   assert summary.endswith(f"To train: --config.data.paths={tmp_path}/out")
   shutil.rmtree(folder)
   settings = (f"--config.{s}" for s in (*SMALL, f"data.cache_dir={tmp_path}/cache"))
-  result = forked(
-    "ats_jax.train", "--config=configs/debug.py", f"--workdir={tmp_path}/run",
+  result = called(
+    "train", "--config=configs/debug.py", f"--workdir={tmp_path}/run",
     f"--config.data.paths={tmp_path}/out", *settings,
   )  # fmt: skip
   assert result.code == 0, result.err
   assert "63 records read = 58 documents + 5 left out" in result.err
-  assert forked("ats_jax", "data", "prepare").error().startswith("--out is missing")
+  assert called("data", "prepare").error().startswith("--out is missing")

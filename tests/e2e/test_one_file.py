@@ -1,10 +1,7 @@
-"""The example of the README with exactly one file, which is all that many people have."""
-
-import re
-import shlex
+"""A training on exactly one file, which is all that many people have."""
 
 import pytest
-from commands import REPOSITORY, forked
+from commands import called, train_flags
 
 SMALL = (
   "num_steps=4", "data.seq_len=32", "data.batch_size=4", "data.bpe_vocab_size=300",
@@ -15,23 +12,12 @@ SMALL = (
 SENTENCE = "The café by the harbour opens at seven, and its first guests come in from the boats.\n"
 
 
-def example() -> list[str]:
-  """The words of the README's training on a reader's own text."""
-  readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-  (line,) = re.findall(r"^ats-jax train .*--workdir=runs/mine .*$", readme, re.MULTILINE)
-  return shlex.split(line)[2:]
-
-
 @pytest.mark.parametrize(("repeats", "validated"), [(60, True), (10, False)])
 def test_one_file(tmp_path, repeats, validated):
   book = tmp_path / "book.txt"
   book.write_text(SENTENCE * repeats, encoding="utf-8")
-  words = [f"--config.{setting}" for setting in (*SMALL, f"data.cache_dir={tmp_path}/cache")]
-  for word in example():
-    name, _, _ = word.partition("=")
-    changed = {"--workdir": tmp_path / "run", "--config.data.paths": book}
-    words.append(f"{name}={changed[name]}" if name in changed else word)
-  result = forked("ats_jax.train", *words)
+  settings = (*SMALL, f"data.paths={book}", f"data.cache_dir={tmp_path}/cache")
+  result = called("train", *train_flags(tmp_path / "run", *settings))
   assert result.code == 0, result.err
   if validated:
     assert result.err.count("Held out for validation") == 1
