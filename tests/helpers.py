@@ -1,6 +1,7 @@
 """Meshes, small configs and random packed rows that many tests need."""
 
 import math
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -42,6 +43,8 @@ TINY = {
   "precision.compute_dtype": "float32",
   "step.loss_chunk_tokens": 48,
 }
+# Settings of runs in the tests' own process: they find the programs of former runs and sessions.
+CACHED = {"compilation_cache": os.environ.get("JAX_COMPILATION_CACHE_DIR", "off")}
 WATCHED = {"orchestrator.probe_share": 1.0}  # at each look, however small the run
 
 

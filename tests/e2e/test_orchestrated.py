@@ -4,7 +4,7 @@ import signal
 
 import pytest
 import runs
-from commands import forked
+from commands import called
 
 from ats_jax.orchestrator.record import ledger
 
@@ -12,11 +12,11 @@ pytestmark = pytest.mark.thorough
 
 SETTINGS = (
   *runs.TINY,
-  "num_steps=60",
+  "num_steps=30",
   "data.seq_len=32",
   "data.batch_size=8",
   "optimizer.warmup_steps=5",
-  "checkpoint.every_steps=15",
+  "checkpoint.every_steps=10",
   "sample.max_tokens=0",
   "orchestrator.mode=act",
   "orchestrator.check_interval=5",
@@ -34,13 +34,13 @@ def test_kill_9_leaves_a_ledger_that_goes_on_where_the_checkpoint_is(text, tmp_p
   settings = (*SETTINGS, f"data.paths={text}")
   whole, killed = tmp_path / "whole", tmp_path / "killed"
   runs.finish(runs.start(whole, *settings))
-  runs.stop_at(runs.start(killed, *settings), 38, signal.SIGKILL)
+  runs.stop_at(runs.start(killed, *settings), 23, signal.SIGKILL)
   runs.finish(runs.start(killed, *settings))
   assert seen(killed) == seen(whole)
-  assert len(seen(whole)[0]) == 12
+  assert len(seen(whole)[0]) == 6
   kinds = [row["kind"] for row in ledger.read_lines(killed / "decisions.jsonl")]
   assert kinds.count("resumed_from") == 1
 
-  told = forked("ats_jax", "decisions", str(killed), "--replay")
+  told = called("decisions", str(killed), "--replay")
   assert told.code == 0, told.err
   assert "resumed from here" in told.out and "replayed: the same decisions" in told.out

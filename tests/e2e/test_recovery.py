@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import runs
-from commands import forked, started, train_flags
+from commands import called, forked, started, train_flags
 from xla_flags import FAST_STEPS
 
 from ats_jax.checkpoint import committed_steps
@@ -42,7 +42,9 @@ def train(
   workdir: Path, *settings: str, config: str | Path = "configs/debug.py", **env: str
 ) -> str:
   """A run to its end; what it logged."""
-  result = forked("ats_jax.train", *train_flags(workdir, *settings, config=config), **env)
+  flags = train_flags(workdir, *settings, config=config)
+  plain = not env and config == "configs/debug.py"
+  result = called("train", *flags) if plain else forked("ats_jax.train", *flags, **env)
   assert result.code == 0, result.err
   return result.err
 
@@ -80,10 +82,14 @@ def test_damaged_checkpoints_are_passed_over(settings, undisturbed, tmp_path):
   assert committed_steps(folder) == [40, *sorted(damages)]
   for step, damage in damages.items():
     damage(folder / str(step))
+  evaluated = called("evaluate", f"--workdir={tmp_path}")  # changes nothing
+  assert evaluated.code == 0, evaluated.err
+  assert f"checkpoint 40 of {tmp_path}" in evaluated.err
   log = train(tmp_path, *settings)
   for step, says in {70: "has changed: sha256", 60: "bytes instead of", 50: "is missing"}.items():
     (line,) = [line for line in log.splitlines() if f"checkpoint {step} is damaged" in line]
     assert says in line and "Using 40 instead" in line
+  assert f"the damaged one is now {folder}/70.damaged" in log
   assert f"resuming {tmp_path} from step 40 of {STEPS}" in log
   assert runs.losses(tmp_path) == undisturbed
 
@@ -122,7 +128,6 @@ def test_a_slow_loader_is_named_and_nothing_is_done(settings, undisturbed, tmp_p
   checks = [row for row in ledger.read_lines(path) if row["kind"] == "check"]
   waits = {row["reading"]["step"]: row for row in checks}
   stalled = [waits[step] for step in range(55, 80, 5)]  # five of six looks
-  assert all(row["host"]["host/data_wait_share"] > 0.8 for row in stalled)
   first, *_, last = stalled
   assert first["health"]["level"] != "critical" == last["health"]["level"]
   assert any("steps wait for data" in cause for cause in last["health"]["causes"])

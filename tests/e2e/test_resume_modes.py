@@ -1,7 +1,7 @@
-"""Each mode of training, killed as its data is prepared and as its phases change, bit for bit.
+"""A run killed as its data is prepared and as its phases change goes on bit for bit.
 
-Texts, conversations, and both in turn or in phases, with filters, packing and loader processes; a
-text that is tokenised while it is read; rows of two lengths; new moments at a phase.
+Texts, then conversations, with filters, packing, loader processes and new moments at the change; a
+text that is tokenised while it is read. Other kinds resume in tests/unit/train.
 """
 
 import json
@@ -55,7 +55,6 @@ PHASES = {
     Phase(TEXT, steps=SWITCH, learning_rate=3e-3, warmup_steps=2),
     Phase(CHAT, learning_rate=1e-4, warmup_steps=2),
   ),
-  "interleaved": (Phase({"base": 3, "chat": 1}, steps=SWITCH), Phase({"base": 1, "chat": 1})),
 }
 
 
@@ -64,7 +63,6 @@ def get_config(variant: str = ""):
   config.data.phases = PHASES[variant]
   return config
 """
-CHATS = ("data.filters=exact", "data.format=chat", "data.format.sources=chat")
 
 
 class Mode(NamedTuple):
@@ -79,30 +77,19 @@ class Mode(NamedTuple):
 
 
 MODES = {
-  "base_only": Mode("{0}/base.jsonl", ("data.filters=exact",)),
-  "finetuning_only": Mode("{0}/chat.jsonl", ("data.filters=exact", "data.format=chat")),
-  "hybrid_sequential": Mode(
+  "sequential": Mode(
     "base={0}/base.jsonl,chat={0}/chat.jsonl",
-    (*CHATS, "optimizer.phase_moments=reset"),
+    (
+      "data.filters=exact", "data.format=chat", "data.format.sources=chat",
+      "optimizer.phase_moments=reset",
+    ),
     "sequential",
-  ),
-  "lengths": Mode(
-    "{0}/lengths.jsonl", ("data.order=buckets", "data.packing=concat", "data.num_workers=1")
   ),
   "streaming": Mode(
     "{0}/base.jsonl",
     ("data.reading=streaming", "data.reading.window_mb=0.002", "data.validation_fraction=0"),
   ),
-  "hybrid_interleaved": Mode(
-    "base={0}/base.jsonl,chat={0}/chat.jsonl",
-    CHATS,
-    "interleaved",
-  ),
-}
-
-
-# What is theirs alone, `test_mixture_run`, `test_chat_run` and `test_length_run` resume as well.
-FURTHER = ("base_only", "finetuning_only", "hybrid_interleaved", "lengths", "streaming")
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -112,19 +99,14 @@ def folder(tmp_path_factory) -> Path:
   texts = [{"text": f"text {i % 70}: " + "the quick é fox. " * (i % 9)} for i in range(90)]
   turns = lambda i: [("user", f"what is {i}?"), ("assistant", f"{i} " * (1 + i % 5))]
   chats = [{"messages": [dict(role=r, content=c) for r, c in turns(i)]} for i in range(120)]
-  lengths = [
-    {"text": f"{i} " + ("short" if i % 7 else "and much longer text " * 2)} for i in range(900)
-  ]
-  for name, rows in (("base", texts), ("chat", chats), ("lengths", lengths)):
+  for name, rows in (("base", texts), ("chat", chats)):
     (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
   (folder / "config.py").write_text(CONFIG)
   return folder
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-  "mode", [pytest.param(m, marks=pytest.mark.slow if m in FURTHER else ()) for m in MODES]
-)
+@pytest.mark.parametrize("mode", ["sequential", pytest.param("streaming", marks=pytest.mark.slow)])
 def test_killed_at_its_worst_moments(folder, tmp_path, mode):
   paths, settings, variant = MODES[mode]
   named = "data.sources" if variant else "data.paths"
@@ -141,7 +123,7 @@ def test_killed_at_its_worst_moments(folder, tmp_path, mode):
     )
 
   output = runs.finish(start(whole))
-  assert mode.startswith("hybrid") == ("phase 2 of 2 of data.phases begins" in output)
+  assert (mode == "sequential") == ("phase 2 of 2 of data.phases begins" in output)
 
   process = start(broken, kill_at=2)
   process.communicate(timeout=runs.TIMEOUT_SECS)

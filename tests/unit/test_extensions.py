@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import tiny_config
+from helpers import CACHED, tiny_config
 
 from ats_jax import extensions
 from ats_jax.config.build import with_settings
@@ -68,6 +68,7 @@ def config(tmp_path):
     (tmp_path / name).write_text(source)
     return tiny_config(
       {
+        **CACHED,
         "num_steps": 4,
         "extensions": (str(tmp_path / name),),
         "model.vocab_size": 384,
@@ -279,6 +280,7 @@ def test_the_examples_of_the_guide(tmp_path):
   (tmp_path / "cats.tsv").write_text(text)
   cfg = tiny_config(
     {
+      **CACHED,
       "num_steps": 3,
       "extensions": (f"{tmp_path}/parts.py",),
       "model.vocab_size": 384,

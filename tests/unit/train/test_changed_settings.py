@@ -6,7 +6,7 @@ import random
 import jax
 import numpy as np
 import pytest
-from helpers import tiny_config
+from helpers import CACHED, tiny_config
 
 from ats_jax.checkpoint import committed_steps, load_extra, workdir
 from ats_jax.inference.load import load_run
@@ -35,7 +35,7 @@ def config(tmp_path_factory):
     return tiny_config(
       {
         "num_steps": STEPS,
-        "compilation_cache": "auto",
+        **CACHED,
         "model.vocab_size": 384,
         "model.num_layers": 1,
         "data.paths": (str(folder),),

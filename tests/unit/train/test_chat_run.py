@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from commands import forked, train_flags
+from commands import called, train_flags
 from helpers import TINY, TRAINING, assert_trees_close, make_decoder, micro_batches, tiny_config
 
 from ats_jax.config.text import text_of
@@ -64,7 +64,7 @@ def trained(settings, tmp_path_factory):
   """The workdir of a run that has learned the rule."""
   folder = tmp_path_factory.mktemp("run") / "chat"
   given = (f"{name}={text_of(value)}" for name, value in settings.items())
-  assert forked("ats_jax.train", *train_flags(folder, *given)).code == 0
+  assert called("train", *train_flags(folder, *given)).code == 0
   return folder
 
 
@@ -82,8 +82,8 @@ def test_what_it_says_at_the_end_of_training_is_an_answer(trained):
 
 def test_generate_chat_answers_as_in_training(trained):
   prompt = [f"--workdir={trained}", "--prompt=c3"]
-  assert forked("ats_jax", "generate", *prompt, "--chat").out == "ccc\n"
-  assert "--system is a turn" in forked("ats_jax", "generate", *prompt, "--system=x").error()
+  assert called("generate", *prompt, "--chat").out == "ccc\n"
+  assert "--system is a turn" in called("generate", *prompt, "--system=x").error()
 
 
 def test_a_run_on_text_knows_no_turns(trained):

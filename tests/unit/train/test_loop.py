@@ -8,7 +8,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from helpers import make_test_mesh, tiny_config
+from helpers import CACHED, make_test_mesh, tiny_config
 
 from ats_jax.checkpoint import committed_steps, load_extra
 from ats_jax.checkpoint.integrity import read_manifest
@@ -38,6 +38,7 @@ def config(tmp_path):
   def make(changes=()):
     return tiny_config(
       {
+        **CACHED,
         "num_steps": 6,
         "model.vocab_size": 384,
         "data.paths": (str(texts),),
@@ -124,7 +125,10 @@ def test_a_run_ends_with_what_it_took(config, tmp_path, caplog):
   assert stats["train/tokens_per_sec"] == pytest.approx(tokens * stats["train/steps_per_sec"])
   shares = [value for name, value in stats.items() if name.endswith("_share")]
   assert sum(shares) == pytest.approx(1.0)
-  assert stats["kernels"]["attention"] == "xla" and stats["compilation_cache"] == "off"
+  assert (
+    stats["kernels"]["attention"] == "xla"
+    and stats["compilation_cache"].startswith(CACHED["compilation_cache"])
+  )
   with jax.set_mesh(make_mesh(cfg)):
     program = make_program(cfg)
     step = program.compile_train_step(program.init(), program.training_rules(1))
@@ -155,20 +159,19 @@ def test_eight_bits_that_cost_too_much_are_switched_off_for_good(config, tmp_pat
   assert fp8_gaps(tmp_path) == gaps | {6: None}
 
 
-@pytest.mark.parametrize("first", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.thorough
-def test_a_run_goes_on_in_another_number_format(config, tmp_path, first):
-  """From bfloat16 to 8 bits, and back; without a scan where there was one."""
-  layers = {"model.num_layers": 4}
-  wide = {"precision.fp8": first, "step.scan_unroll": 1, "num_steps": 3}
+def test_a_run_goes_on_in_another_number_format(config, tmp_path):
+  """From float32 to 8 bits; without a scan where there was one."""
+  layers = {"model.num_layers": 3}
+  wide = {"precision.fp8": False, "step.scan_unroll": 1, "num_steps": 3}
   train(config(layers | wide), tmp_path / "run")
-  other = {"precision.fp8": not first, "step.scan_unroll": 4, "num_steps": 6}
+  other = {"precision.fp8": True, "step.scan_unroll": 3, "num_steps": 6}
   assert int(train(config(layers | other), tmp_path / "run").step) == 6
   rows = [row for row in read_jsonl(tmp_path / "run/metrics.jsonl") if "train/loss" in row]
   assert [row["step"] for row in rows] == list(range(1, 7))
   assert rows[3]["train/loss"] < rows[0]["train/loss"]
   names = read_manifest(tmp_path / "run/checkpoints/6")["leaves"]
-  for layer in range(4):
+  for layer in range(3):
     assert {f"model/layers/{layer}/attn/q", f"model/layers/{layer}/mlp/down"} <= names.keys()
     assert sum(n.endswith(f"/mu/layers/{layer}/attn/q") for n in names) == 1
   assert not any("segments" in name for name in names)

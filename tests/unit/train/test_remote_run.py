@@ -1,6 +1,5 @@
 """A whole run on an object store: trained, killed, resumed, evaluated, continued."""
 
-import dataclasses
 import importlib.util
 import random
 
@@ -9,13 +8,11 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from bucket import become, installed, objects
-from commands import forked
-from helpers import tiny_config
+from commands import called
+from helpers import CACHED, tiny_config
 
 from ats_jax import exits
 from ats_jax.checkpoint import committed_steps, workdir
-from ats_jax.config.schema import OrchestratorConfig
-from ats_jax.data.tokens.file import load_tokenizer
 from ats_jax.metrics.rows import read_csv, read_jsonl
 from ats_jax.metrics.writer import is_time_key
 from ats_jax.orchestrator.record import ledger
@@ -39,7 +36,7 @@ def config(tmp_path_factory):
     (texts / f"{i}.txt").write_text(" ".join(rng.choices(WORDS, k=rng.randint(5, 60))))
   settings = {
     "num_steps": STEPS,
-    "compilation_cache": "auto",  # in the folder of these tests
+    **CACHED,
     "model.vocab_size": 384,
     "model.num_layers": 1,
     "model.dropout": 0.1,
@@ -167,13 +164,6 @@ def test_killed_at_any_moment_it_resumes_bit_for_bit(whole, config, bucket):
   assert len(resumed) >= 3
 
 
-@pytest.mark.thorough
-def test_a_complete_run_is_opened_again_and_changes_nothing(whole, config):
-  before = logged(whole)
-  train(config(), whole)
-  assert logged(whole) == before
-
-
 def test_the_settings_of_a_run_on_a_store_are_fixed(whole, config):
   with pytest.raises(ValueError, match=r"gs://bucket/whole holds a run with other settings"):
     train(config(model__d_model=64), whole)
@@ -187,25 +177,18 @@ def test_a_second_process_is_kept_out(whole, config):
     train(config(), whole)
 
 
+def test_a_complete_run_is_opened_again_and_changes_nothing(whole, config):
+  before = logged(whole)
+  train(config(), whole)
+  assert logged(whole) == before
+
+
 def test_a_new_run_begins_with_weights_from_a_store(whole, config, tmp_path):
   cfg = config(seed=7)
   with open_run(cfg, Path(tmp_path), Snapshots.of(cfg.orchestrator), InitialWeights(whole)) as run:
     weights = jax.device_get(run.state.model)
   saved = arrays(whole, STEPS)
   np.testing.assert_array_equal(weights.embed.weight[...], saved["ema/embed"])
-
-
-@pytest.mark.thorough
-def test_the_tokenizer_of_a_run_on_a_store_is_taken_along(config, bucket):
-  bpe = {"data__tokenizer": "bpe", "data__bpe_vocab_size": 300, "num_steps": 2}
-  source = Path("gs://bucket/bpe")
-  train(config(**bpe), source)
-  own = source / "tokenizer.json"
-  cfg = config(data__tokenizer=str(own), num_steps=2)
-  cfg = dataclasses.replace(cfg, orchestrator=OrchestratorConfig())
-  train(cfg, Path("gs://bucket/again"), InitialWeights(source))
-  found = load_tokenizer(Path("gs://bucket/again/tokenizer.json"))
-  assert found.fingerprint == load_tokenizer(own).fingerprint
 
 
 def said(command, capsys, *operands, **values):
@@ -253,21 +236,17 @@ def test_folders_that_must_be_local_are_refused_on_a_store(config, name):
     config(checkpoint__local_every=10 if "local_dir" in name else 0, **{name: "gs://bucket/x"})
 
 
-@pytest.mark.parametrize(
-  "command",
-  [
-    ("ats_jax.train", "--config=configs/debug.py", "--workdir={}"),
-    ("ats_jax.train", "--config=configs/debug.py", "--workdir=x", "--init_from={}"),
-    ("ats_jax", "evaluate", "--workdir={}"),
-    ("ats_jax", "generate", "--workdir={}"),
-    ("ats_jax", "forecast", "--workdir={}"),
-    ("ats_jax", "decisions", "{}"),
-  ],
-)
-def test_a_store_that_cannot_be_reached_is_one_line(command):
-  module, *arguments = command
-  said = forked(module, *(a.format("foo://bucket/run") for a in arguments)).error()
-  assert said.startswith("foo://bucket/run: expected a local path or one of gs://, s3://, az://")
-  if importlib.util.find_spec("adlfs") is None:
-    said = forked(module, *(a.format("az://bucket/run") for a in arguments)).error()
-    assert said.startswith("az://bucket/run needs adlfs, which is not installed: pip install")
+def test_a_store_that_cannot_be_reached_is_one_line():
+  for words in (
+    "train --config=configs/debug.py --workdir={}",
+    "train --config=configs/debug.py --workdir=x --init_from={}",
+    "evaluate --workdir={}",
+    "generate --workdir={}",
+    "forecast --workdir={}",
+    "decisions {}",
+  ):
+    said = called(*words.format("foo://bucket/run").split()).error()
+    assert said.startswith("foo://bucket/run: expected a local path or one of gs://, s3://, az://")
+    if importlib.util.find_spec("adlfs") is None:
+      said = called(*words.format("az://bucket/run").split()).error()
+      assert said.startswith("az://bucket/run needs adlfs, which is not installed: pip install")

@@ -12,7 +12,7 @@ import weakref
 import jax
 import numpy as np
 import pytest
-from helpers import named_leaves, tiny_config
+from helpers import CACHED, named_leaves, tiny_config
 
 from ats_jax.checkpoint import CheckpointManager, abstract_like, workdir
 from ats_jax.config.schema import CheckpointConfig
@@ -42,7 +42,7 @@ def texts(tmp_path_factory):
 
 
 def config(texts, **changes):
-  settings = {
+  settings = CACHED | {
     "num_steps": 4,
     "model.vocab_size": 384,
     "data.paths": (str(texts),),
@@ -56,11 +56,14 @@ def config(texts, **changes):
   return tiny_config(settings | {name.replace("__", "."): v for name, v in changes.items()})
 
 
+TRAINED = {"checkpoint__every_steps": 2, "optimizer__ema_decay": 0.5}
+
+
 @pytest.fixture(scope="module")
 def trained(texts, tmp_path_factory):
   """The workdir of a finished run with checkpoints at 2 and 4, and its last state."""
   folder = tmp_path_factory.mktemp("trained")
-  return folder, train(config(texts, checkpoint__every_steps=2), folder)
+  return folder, train(config(texts, **TRAINED), folder)
 
 
 def first_weights(cfg, folder, init):
@@ -68,12 +71,12 @@ def first_weights(cfg, folder, init):
     return jax.device_get((run.state.model, run.state.opt_state, run.step))
 
 
-def test_a_run_begins_with_the_weights_of_another(texts, trained, tmp_path):
+def test_a_run_begins_with_the_averaged_weights_of_another(texts, trained, tmp_path):
   source, state = trained
   model, opt_state, step = first_weights(config(texts, seed=7), tmp_path, InitialWeights(source))
   assert step == 0
-  for new, old in zip(jax.tree.leaves(model), jax.tree.leaves(state.model), strict=True):
-    np.testing.assert_array_equal(new, old)
+  for new, ema in zip(jax.tree.leaves(model), jax.tree.leaves(state.ema), strict=True):
+    np.testing.assert_array_equal(new, ema.astype(new.dtype))
   assert not any(np.any(x) for x in jax.tree.leaves(opt_state))  # moments are not taken along
 
 
@@ -81,39 +84,32 @@ def test_weights_of_a_chosen_step_and_in_another_dtype(texts, trained, tmp_path)
   source, state = trained
   cfg = config(texts, precision__param_dtype="bfloat16")
   model, *_ = first_weights(cfg, tmp_path, InitialWeights(source, "2"))
-  last = jax.tree.leaves(state.model)[0]
+  last = jax.tree.leaves(state.ema)[0]
   first = jax.tree.leaves(model)[0]
   assert first.dtype == "bfloat16" and first.shape == last.shape
   assert np.any(np.asarray(first, np.float32) != np.asarray(last.astype("bfloat16"), np.float32))
 
 
-def test_the_average_is_what_another_run_gets(texts, tmp_path):
-  averaged = train(config(texts, optimizer__ema_decay=0.5), tmp_path / "ema")
-  model, *_ = first_weights(config(texts), tmp_path / "new", InitialWeights(tmp_path / "ema"))
-  for new, ema in zip(jax.tree.leaves(model), jax.tree.leaves(averaged.ema), strict=True):
-    np.testing.assert_array_equal(new, ema.astype(new.dtype))
-
-
 def test_a_run_that_goes_on_keeps_its_own_weights(texts, trained, tmp_path):
-  train(config(texts, num_steps=2), tmp_path)
-  own, _, step = first_weights(config(texts, num_steps=3), tmp_path, None)
-  again, _, _ = first_weights(config(texts, num_steps=3), tmp_path, InitialWeights(trained[0]))
+  source, state = trained
+  own = tmp_path / "own"
+  shutil.copytree(source, own)
+  shutil.rmtree(own / "checkpoints" / "4")
+  model, _, step = first_weights(config(texts, **TRAINED), own, InitialWeights(source))
   assert step == 2
-  for a, b in zip(jax.tree.leaves(own), jax.tree.leaves(again), strict=True):
-    np.testing.assert_array_equal(a, b)
+  for part in (state.model, state.ema):
+    assert np.any(np.asarray(jax.tree.leaves(model)[0]) != np.asarray(jax.tree.leaves(part)[0]))
 
 
-@pytest.mark.parametrize(
-  ("changes", "step", "says"),
-  [
+def test_weights_that_cannot_be_taken(texts, trained, tmp_path):
+  for changes, step, says in (
     ({}, "3", "no checkpoint 3 in"),
     ({"model__d_model": 64}, "latest", "does not fit: "),
     ({"data__tokenizer": "bpe", "data__bpe_vocab_size": 300}, "latest", "its tokenizer is not"),
-  ],
-)
-def test_weights_that_cannot_be_taken(texts, trained, tmp_path, changes, step, says):
-  with pytest.raises(ValueError, match=says):
-    first_weights(config(texts, **changes), tmp_path, InitialWeights(trained[0], step))
+  ):
+    with pytest.raises(ValueError, match=says):
+      first_weights(config(texts, **changes), tmp_path, InitialWeights(trained[0], step))
+    shutil.rmtree(tmp_path)
 
 
 def test_the_tokenizer_of_the_other_run_is_taken_along(texts, tmp_path):
@@ -189,6 +185,7 @@ def test_data_that_changed_is_refused(texts, tmp_path):
     train(dataclasses.replace(cfg, num_steps=2), tmp_path / "run")
 
 
+@pytest.mark.thorough
 def test_the_step_that_is_compiled_from_shapes_is_the_one_of_the_state(texts, tmp_path):
   cfg = config(texts, optimizer__ema_decay=0.5, **ACTS)
   with open_run(cfg, tmp_path, Snapshots.of(cfg.orchestrator)) as run:
@@ -216,39 +213,29 @@ def slowly(monkeypatch, where, name, event):
   monkeypatch.setattr(where, name, waiting)
 
 
-@pytest.mark.parametrize("resumed", [False, True])
-def test_state_and_step_may_be_ready_in_any_order(texts, trained, tmp_path, monkeypatch, resumed):
-  if resumed:
-    shutil.copytree(trained[0], tmp_path, dirs_exist_ok=True)
-    shutil.rmtree(tmp_path / "checkpoints" / "4")
-  cfg = config(texts, checkpoint__every_steps=2)
-  ready = threading.Event()
+def test_state_and_step_may_be_ready_in_any_order(texts, trained, tmp_path, monkeypatch):
+  """The step first as a run resumes, the state first as one begins."""
+  cfg, ready = config(texts, **TRAINED), threading.Event()
+  first_of_two = (Program, "compile_train_step"), (open_module, "restored_or_new")
 
-  def compiled_first(program, *args):
-    step = compile_train_step(program, *args)
-    ready.set()
-    return step
+  for (first, name), (second, other) in (first_of_two, first_of_two[::-1]):
+    folder, function = tmp_path / name, getattr(first, name)
+    if first is Program:
+      shutil.copytree(trained[0], folder)
+      shutil.rmtree(folder / "checkpoints" / "4")
 
-  def state_first(program, origin, init, train_set):
-    state = restored_or_new(program, origin, init, train_set)
-    ready.set()
-    return state
+    def signalling(*args, function=function):
+      result = function(*args)
+      ready.set()
+      return result
 
-  compile_train_step, restored_or_new = Program.compile_train_step, open_module.restored_or_new
-  ends = []
-  for order, name in ((compiled_first, "compile_train_step"), (state_first, "restored_or_new")):
-    folder = tmp_path / name
-    shutil.copytree(tmp_path, folder, ignore=lambda *_: ["compile_train_step", "restored_or_new"])
     with monkeypatch.context() as patch:
       ready.clear()
-      first, second = (Program, open_module) if order is compiled_first else (open_module, Program)
-      other = "restored_or_new" if order is compiled_first else "compile_train_step"
-      patch.setattr(first, name, order)
+      patch.setattr(first, name, signalling)
       slowly(patch, second, other, ready)
-      ends.append(train(cfg, folder))
-  for a, b, c in zip(*(jax.tree.leaves(s.model) for s in (*ends, trained[1])), strict=True):
-    np.testing.assert_array_equal(a, b)
-    np.testing.assert_array_equal(a, c)
+      state = train(cfg, folder)
+    for a, b in zip(jax.tree.leaves(state.model), jax.tree.leaves(trained[1].model), strict=True):
+      np.testing.assert_array_equal(a, b)
 
 
 def test_what_fails_in_the_compiler_is_said_where_the_step_is_asked_for(
@@ -296,7 +283,7 @@ def test_memory_that_runs_out_in_the_compiler_halves_the_micro_batch(texts, tmp_
 
 def test_a_run_that_is_complete_compiles_no_step(texts, trained, tmp_path):
   shutil.copytree(trained[0], tmp_path, dirs_exist_ok=True)
-  cfg = config(texts, checkpoint__every_steps=2)
+  cfg = config(texts, **TRAINED)
   with open_run(cfg, tmp_path, Snapshots.of(cfg.orchestrator)) as run:
     assert run.step == 4 and run.steps.pending.key is None
 

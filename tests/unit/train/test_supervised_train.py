@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import tiny_config
+from helpers import CACHED, tiny_config
 
 from ats_jax.checkpoint import load_extra, workdir
 from ats_jax.config import Config
@@ -49,7 +49,7 @@ def config(texts, tmp_path_factory):
     return tiny_config(
       {
         "num_steps": STEPS,
-        "compilation_cache": "auto",  # in the folder of these tests: two programs for all runs
+        **CACHED,
         "model.vocab_size": 384,
         "model.num_layers": 1,
         "data.paths": (str(texts),),
@@ -211,16 +211,10 @@ def out_of_memory(times):
   return happen
 
 
-@pytest.mark.parametrize(
-  ("saved_every", "start"),
-  # From a snapshot; from a checkpoint, when that is newer.
-  [(STEPS, 15), pytest.param(32, 32, marks=pytest.mark.slow)],
-)
 @pytest.mark.thorough
-def test_out_of_memory_halves_the_micro_batch_and_keeps_the_losses(
-  saved_every, start, config, tmp_path, monkeypatch
-):
-  cfg = config("act", data__batch_size=16, checkpoint__every_steps=saved_every)
+def test_out_of_memory_halves_the_micro_batch_and_keeps_the_losses(config, tmp_path, monkeypatch):
+  """From a snapshot, as there is no newer checkpoint."""
+  cfg = config("act", data__batch_size=16, checkpoint__every_steps=STEPS)
   train_module.train(cfg, tmp_path / "whole")
   plant(monkeypatch, 34, out_of_memory(1))
   train_module.train(cfg, tmp_path / "relieved")
@@ -236,19 +230,14 @@ def test_out_of_memory_halves_the_micro_batch_and_keeps_the_losses(
   starts = [
     r for r in ledger.read_lines(tmp_path / "relieved" / workdir.DECISIONS) if r["kind"] == "start"
   ]
-  assert [(row["step"], row["accum_steps"]) for row in starts] == [(0, 1), (start, 2)]
+  assert [(row["step"], row["accum_steps"]) for row in starts] == [(0, 1), (15, 2)]
   assert ledger.replay(tmp_path / "relieved" / workdir.DECISIONS) == []
 
 
-@pytest.mark.parametrize(
-  ("mode", "rows"), [pytest.param("observe", 16, marks=pytest.mark.slow), ("act", 8)]
-)
-def test_out_of_memory_is_an_error_where_nothing_can_be_done(
-  config, tmp_path, monkeypatch, mode, rows
-):
+def test_out_of_memory_is_an_error_where_nothing_can_be_done(config, tmp_path, monkeypatch):
   plant(monkeypatch, 2, out_of_memory(1))
   with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
-    train_module.train(config(mode, data__batch_size=rows), tmp_path)
+    train_module.train(config("act", data__batch_size=8), tmp_path)
 
 
 @pytest.mark.thorough
