@@ -5,6 +5,7 @@ has its libraries and its compiled programs ready. `forked` and `started` give e
 own: where exit codes, signals, permissions or the variables of the environment are the subject.
 """
 
+import atexit
 import ctypes
 import functools
 import importlib
@@ -105,9 +106,10 @@ def called(*words: str) -> Result:
 def _shell() -> tuple[multiprocessing.process.BaseProcess, multiprocessing.connection.Connection]:
   """The process of `called`, and the connection to it."""
   ours, its = multiprocessing.Pipe()
-  process = _FORKSERVER.Process(target=_run_commands, args=(its,), daemon=True)
+  process = _FORKSERVER.Process(target=_run_commands, args=(its,))
   process.start()
   its.close()
+  atexit.register(ours.close)  # which ends it; before multiprocessing waits for that
   return process, ours
 
 

@@ -1,9 +1,9 @@
 """The launcher with small programs of its own: who is started again, what is passed on."""
 
+import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -11,25 +11,38 @@ from ats_jax.exits import LEFT, REFUSED, STOPPED
 
 LAUNCH = """
 import sys
-from ats_jax.cluster.launch.local import Job
-sys.exit(Job([sys.executable, "-c", sys.argv[1]], 2).run(restarts=2))
+from ats_jax.cluster.launch import local
+local.BLAME_SECS = 0.2 if sys.argv[2] == "alone" else 60.0
+sys.exit(local.Job([sys.executable, "-c", sys.argv[1]], 2).run(restarts=2))
 """
 # Counts its starts in a file; `rank` and `start` are there for what follows.
 BEGIN = """
-import os, signal, sys, time
+import os, signal, sys
 rank = int(os.environ["JAX_PROCESS_ID"])
 with open(f"starts_{rank}", "a") as file:
   file.write("x")
 start = os.path.getsize(f"starts_{rank}")
+woken, wake = os.pipe()
+os.set_blocking(wake, False)
+signal.set_wakeup_fd(wake)
 """
-# In short sleeps: one that begins just after a signal came would not be cut short by it.
-WAIT = "\nfor _ in range(1200): time.sleep(0.05)"
+# What the handler of a signal does is done at once, whenever the signal comes.
+WAIT = "\nwhile True: os.read(woken, 1)"
+# Process 1 waits until process 0 is there, and then until it has ended.
+AFTER_THE_OTHER = """
+if rank == 0:
+  alive = open("alive", "w")
+else:
+  open("alive").read()
+"""
 
 
-def launch(program, folder):
+def launch(program, folder, blame=""):
+  os.mkfifo(folder / "alive")
   return subprocess.Popen(
-    [sys.executable, "-c", LAUNCH, BEGIN + program],
+    [sys.executable, "-c", LAUNCH, BEGIN + program, blame],
     cwd=folder,
+    stdout=subprocess.PIPE,
     stderr=subprocess.PIPE,
     text=True,
   )
@@ -40,18 +53,17 @@ def starts(folder, rank):
 
 
 def test_all_start_again_when_one_is_killed(tmp_path):
-  program = """
-if (rank, start) == (1, 1):
-  while not (os.path.exists("starts_0") and os.path.getsize("starts_0")):
-    time.sleep(0.02)
+  program = f"""
+if (rank, start) == (0, 1):
+  open("alive").read()
   os.kill(os.getpid(), signal.SIGKILL)
 if start == 1:
-  time.sleep(60)
+  open("alive", "w").close(){WAIT.replace(chr(10), chr(10) + "  ")}
 """
   job = launch(program, tmp_path)
-  _, err = job.communicate(timeout=30)
+  _, err = job.communicate(timeout=60)
   assert job.returncode == 0 and starts(tmp_path, 0) == starts(tmp_path, 1) == 2
-  assert "launch: process 1 was killed by SIGKILL after" in err
+  assert "launch: process 0 was killed by SIGKILL after" in err
   assert "starting all 2 again, from the newest checkpoint: restart 1 of 2" in err
 
 
@@ -71,44 +83,46 @@ def test_restarts_are_bounded_and_the_code_is_passed_on(program, code, count, sa
 
 
 @pytest.mark.parametrize(
-  ("other", "code", "says"),
+  ("other", "blame", "code", "says"),
   [
-    ("time.sleep(0.5); sys.exit(7)", 7, "process 1 ended with code 7"),
-    ("time.sleep(0.5); os.kill(os.getpid(), signal.SIGKILL)", 137, "process 1 was killed by"),
-    ("time.sleep(60)", LEFT, f"process 0 ended with code {LEFT}"),
+    ("sys.exit(7)", "", 7, "process 1 ended with code 7"),
+    ("os.kill(os.getpid(), signal.SIGKILL)", "", 137, "process 1 was killed by"),
+    (WAIT, "alone", LEFT, f"process 0 ended with code {LEFT}"),
   ],
 )
-def test_the_one_that_was_left_alone_is_named_only_if_no_other_ends(other, code, says, tmp_path):
+def test_the_one_that_was_left_alone_is_named_only_if_no_other_ends(
+  other, blame, code, says, tmp_path
+):
   """A process may see that another ends before the launcher does."""
-  job = launch(f"if rank == 0: sys.exit({LEFT})\n{other}", tmp_path)
+  program = f"{AFTER_THE_OTHER}\nif rank == 0: sys.exit({LEFT})\n{other}"
+  job = launch(program, tmp_path, blame)
   _, err = job.communicate(timeout=60)
   assert job.returncode == code and err.count(f"launch: {says}") == 3
   assert starts(tmp_path, 0) == starts(tmp_path, 1) == 3
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("saved", [0, STOPPED, 9])
+@pytest.mark.parametrize(
+  ("number", "saved"), [(signal.SIGTERM, 0), (signal.SIGINT, STOPPED), (signal.SIGTERM, 9)]
+)
 def test_a_signal_reaches_all_and_nothing_starts_again(number, saved, tmp_path):
   handle = f"""
 def stop(number, frame):
   open(f"got_{{rank}}_{{number}}", "w").close()
   sys.exit({saved})
 signal.signal({int(number)}, stop)
-open(f"ready_{{rank}}", "w").close()
+print("ready", flush=True)
 """
   job = launch(handle + WAIT, tmp_path)
-  while not all((tmp_path / f"ready_{rank}").exists() for rank in (0, 1)):
-    assert job.poll() is None
-    time.sleep(0.02)
+  assert [job.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
   job.send_signal(number)
-  job.communicate(timeout=30)
+  job.communicate(timeout=60)
   assert job.returncode == saved and starts(tmp_path, 0) == starts(tmp_path, 1) == 1
   if saved != 9:  # else the first that fails ends the other
     assert all((tmp_path / f"got_{rank}_{int(number)}").exists() for rank in (0, 1))
 
 
 def test_what_a_process_started_ends_with_it(tmp_path):
-  child = "import subprocess; p = subprocess.Popen(['sleep', '60'])\n"
+  child = "import subprocess; p = subprocess.Popen(['tail', '-f', '/dev/null'])\n"
   note = "open(f'child_{rank}', 'w').write(str(p.pid))\n"
   die = "if rank == 0: sys.exit(2)"
   job = launch(child + note + die + WAIT, tmp_path)
@@ -118,8 +132,8 @@ def test_what_a_process_started_ends_with_it(tmp_path):
 
 def test_a_run_that_was_stopped_and_saved_is_not_started_again(tmp_path):
   """One process says so after the other: nobody is ended before it has saved."""
-  save = "time.sleep(rank * 0.5); open(f'saved_{rank}', 'w').close()\n"
-  job = launch(f"{save}sys.exit({STOPPED})", tmp_path)
+  save = "open(f'saved_{rank}', 'w').close()\n"
+  job = launch(f"{AFTER_THE_OTHER}{save}sys.exit({STOPPED})", tmp_path)
   _, err = job.communicate(timeout=30)
   assert job.returncode == STOPPED and starts(tmp_path, 0) == starts(tmp_path, 1) == 1
   assert (tmp_path / "saved_0").exists() and (tmp_path / "saved_1").exists()

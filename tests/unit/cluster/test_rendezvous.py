@@ -2,7 +2,6 @@
 
 import socket
 import threading
-import time
 
 import pytest
 from processes import free_port
@@ -35,19 +34,37 @@ class Call(threading.Thread):
     return self.result
 
 
-def connected(port):
-  """A connection to a process that may not listen yet."""
-  while True:
-    try:
-      return socket.create_connection(("localhost", int(port)))
-    except ConnectionRefusedError:
-      time.sleep(0.02)
+@pytest.fixture(autouse=True)
+def events(monkeypatch):
+  """What the processes do, as semaphores: "listen", "retry" and "read" go up when it is done."""
+  events = {name: threading.Semaphore(0) for name in ("listen", "retry", "read")}
+
+  def telling(name, function):
+    def told(*args):
+      result = function(*args)
+      events[name].release()
+      return result
+
+    return told
+
+  monkeypatch.setattr(rendezvous, "_listen", telling("listen", rendezvous._listen))
+  monkeypatch.setattr(rendezvous, "_read_card", telling("read", rendezvous._read_card))
+  monkeypatch.setattr(rendezvous.time, "sleep", telling("retry", rendezvous.time.sleep))
+  return events
 
 
-def test_all_meet_whoever_comes_first_and_the_port_is_free_again():
+def connected(port, events):
+  """A connection to process 0 once it listens."""
+  assert events["listen"].acquire(timeout=30)
+  return socket.create_connection(("localhost", int(port)))
+
+
+def test_all_meet_whoever_comes_first_and_the_port_is_free_again(events):
   port = free_port()
-  callers = [Call(port, rank, size=3) for rank in (2, 1)]
-  time.sleep(0.3)
+  callers = []
+  for rank in (2, 1):
+    callers.append(Call(port, rank, size=3))
+    assert events["retry"].acquire(timeout=30)
   callers.append(Call(port, 0, size=3))
   assert [c.end() for c in callers] == [[socket.gethostname()] * 3] * 3
   socket.create_server(("", int(port))).close()  # as the service of jax will
@@ -88,10 +105,10 @@ def test_a_program_that_answers_otherwise_is_no_process_of_the_job():
   assert isinstance(error, FaultError) and "what answers is no process of this job" in str(error)
 
 
-def test_who_calls_with_something_else_is_left_out():
+def test_who_calls_with_something_else_is_left_out(events):
   port = free_port()
   first = Call(port, 0)
-  with connected(port) as stranger:
+  with connected(port, events) as stranger:
     stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
     assert Call(port, 1).end() == first.end() == [socket.gethostname()] * 2
 
@@ -112,15 +129,16 @@ def test_another_count_is_refused():
 
 
 @pytest.mark.parametrize("order", [(1, 2), (2, 1)])
-def test_one_that_ended_may_come_again(order):
+def test_one_that_ended_may_come_again(order, events):
   port = free_port()
   callers = [Call(port, 0, size=3)]
   card = rendezvous._line({"rank": 1, "size": 3, "host": "a", "facts": FACTS})
-  with connected(port) as gone:
+  with connected(port, events) as gone:
     gone.sendall(card)
+    assert events["read"].acquire(timeout=30)
   for rank in order:
     callers.append(Call(port, rank, size=3))
-    time.sleep(0.5)
+    assert events["read"].acquire(timeout=30)
   assert [caller.end() for caller in callers] == [[socket.gethostname()] * 3] * 3
 
 
@@ -131,10 +149,10 @@ def test_two_of_one_number_are_refused():
   assert all(e.startswith("two processes say that they are number 1: one on") for e in errors)
 
 
-@pytest.mark.parametrize("address", ["node0", "node0:", "node0:x", ":1234", "node0:99999"])
-def test_an_address_needs_a_host_and_a_port(address):
-  with pytest.raises(ValueError, match="a host and a port were expected"):
-    rendezvous.split_address(address)
+def test_an_address_needs_a_host_and_a_port():
+  for address in ("node0", "node0:", "node0:x", ":1234", "node0:99999"):
+    with pytest.raises(ValueError, match="a host and a port were expected"):
+      rendezvous.split_address(address)
 
 
 def test_which_names_mean_the_machine_itself():

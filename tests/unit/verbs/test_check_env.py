@@ -3,8 +3,7 @@
 import json
 import socket
 
-from commands import forked
-from xla_flags import QUICK
+from commands import called
 
 from ats_jax import exits
 
@@ -12,12 +11,12 @@ from ats_jax import exits
 def test_a_machine_that_is_fine(tmp_path):
   measured = tmp_path / "hardware.json"
   flags = (f"--workdir={tmp_path}/runs", "--measure", f"--hardware={measured}", "--json")
-  done = forked("ats_jax", "check_env", *flags, XLA_FLAGS=QUICK)  # one device
+  done = called("check_env", *flags)
   assert done.code == exits.DONE, done
   rows = {row["name"]: row for row in json.loads(done.out)}
   assert {"packages", "devices", "GPUs", "disk", "coordinator", "matmul", "hardware"} <= set(rows)
   assert not (tmp_path / "runs").exists()
-  plan = forked("ats_jax", "plan", "--config=debug", f"--hardware={measured}")
+  plan = called("plan", "--config=debug", f"--hardware={measured}")
   assert plan.code == exits.DONE and "a step, from rates measured on" in plan.out
 
 
@@ -26,16 +25,16 @@ def test_one_that_is_not():
     s.bind(("127.0.0.1", 0))
     s.listen()
     asked = f"--coordinator=127.0.0.1:{s.getsockname()[1]}"
-    done = forked("ats_jax", "check_env", "--workdir=/proc/runs", asked)
+    done = called("check_env", "--workdir=/proc/runs", asked)
   assert done.code == exits.FAULT and "Traceback" not in done.err
   assert "workdir         bad     /proc/runs: " in done.out
   assert "coordinator     bad" in done.out
 
 
 def test_wrong_flags(tmp_path):
-  said = forked("ats_jax", "check_env", "--hardware=x").error()
+  said = called("check_env", "--hardware=x").error()
   assert said.startswith("--hardware says where --measure writes; that is missing.")
-  said = forked("ats_jax", "check_env", f"--workdir={tmp_path}", "--coordinator=node0").error()
+  said = called("check_env", f"--workdir={tmp_path}", "--coordinator=node0").error()
   assert said.startswith("the address of process 0 is 'node0'; a host and a port were expected")
-  said = forked("ats_jax", "plan", f"--hardware={tmp_path}/none").error()
+  said = called("plan", f"--hardware={tmp_path}/none").error()
   assert said.startswith("there is no ")

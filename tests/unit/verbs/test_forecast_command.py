@@ -5,7 +5,7 @@ import json
 
 import numpy as np
 import pytest
-from commands import forked
+from commands import called
 from helpers import tiny_config
 
 from ats_jax.checkpoint import workdir
@@ -63,7 +63,7 @@ def test_from_half_of_a_run_with_a_reference(tmp_path):
   run = make_run(tmp_path / "run")
   reference = make_run(tmp_path / "short", {"num_steps": 500, "seed": 3}, offset=0.1)
   flags = (f"--workdir={run}", f"--reference={reference}", "--at=500")
-  known = json.loads(forked("ats_jax", "forecast", *flags, "--json", "--coverage=0.8").out)
+  known = json.loads(called("forecast", *flags, "--json", "--coverage=0.8").out)
   end = known["forecast"]
   assert end["loss"] == pytest.approx(end["found"], abs=0.02)
   assert end["low"] < end["found"] < end["high"]
@@ -79,7 +79,7 @@ def test_from_half_of_a_run_with_a_reference(tmp_path):
     rates = planned_rates(tiny_config(WSD | {"num_steps": other["num_steps"]}))
     true = law(rates)[-len(rates) // 50 :].mean()
     assert other["loss"] == pytest.approx(true, abs=0.04)
-  text = forked("ats_jax", "forecast", *flags, "--worth=0.5").out
+  text = called("forecast", *flags, "--worth=0.5").out
   assert "Decay now: --config.num_steps=716" in text
   assert "found at the end" in text
   assert "Go on: to decay now" in advise(known, 0.0, worth=0.001)[0]
@@ -177,5 +177,5 @@ def test_what_is_wrong_is_said(tmp_path):
   ):
     with pytest.raises(ValueError, match=message):
       report(folder, reference, metric, until)
-  assert "--workdir is missing" in forked("ats_jax", "forecast").error()
-  assert "coverage" in forked("ats_jax", "forecast", f"--workdir={run}", "--coverage=2").error()
+  assert "--workdir is missing" in called("forecast").error()
+  assert "coverage" in called("forecast", f"--workdir={run}", "--coverage=2").error()

@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from commands import forked
+from commands import called
 
 from ats_jax.verbs.bench import sweep
 from ats_jax.verbs.bench.sweep import (
@@ -70,7 +70,7 @@ def test_the_reason_is_the_last_error_of_a_process():
 def test_candidates_that_cannot_run_are_rows(tmp_path):
   flags = ["--config=configs/debug.py", *(f"--config.{s}" for s in SMALL), "--steps=2"]
   flags += ["--try=data.batch_size=16,8192,15", "--try=step.accum_steps=2", "--memory_gib=0.1"]
-  result = forked("ats_jax", "bench", "sweep", *flags, f"--out={tmp_path}/out")
+  result = called("bench", "sweep", *flags, f"--out={tmp_path}/out")
   assert result.code == 0, result.err
   rows = [json.loads(line) for line in (tmp_path / "out" / "sweep.jsonl").read_text().splitlines()]
   ran, large, odd = rows
@@ -83,12 +83,12 @@ def test_candidates_that_cannot_run_are_rows(tmp_path):
   assert not large["found"] and not odd["found"]
   assert result.out == (tmp_path / "out" / "sweep.md").read_text()
   assert result.out.endswith("\nbest: --config.data.batch_size=16 --config.step.accum_steps=2\n")
-  again = forked("ats_jax", "bench", "sweep", *flags, f"--out={tmp_path}/out")
+  again = called("bench", "sweep", *flags, f"--out={tmp_path}/out")
   assert "is not empty" in again.error()
 
 
 def test_a_candidate_that_takes_too_long_is_given_up():
   flags = ["--config=configs/debug.py", "--try=step.remat=full", "--limit_secs=1"]
-  result = forked("ats_jax", "bench", "sweep", *flags)
+  result = called("bench", "sweep", *flags)
   assert result.code == 0, result.err
   assert "given up after 1 s" in result.out and result.out.endswith("\nnone of them ran\n")

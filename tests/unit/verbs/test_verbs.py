@@ -7,7 +7,7 @@ import sys
 import tomllib
 
 import pytest
-from commands import REPOSITORY, forked, started
+from commands import REPOSITORY, called, started
 
 from ats_jax.config.names import KINDS, settings
 from ats_jax.verbs import GROUPS, VERBS, cli, listing
@@ -28,14 +28,13 @@ def test_a_row_of_the_table(verb):
 
 
 def test_the_list_of_verbs_and_a_misspelt_one():
-  assert forked("ats_jax").out == listing() + "\n" == forked("ats_jax", "--help").out
-  wrong = forked("ats_jax", "trian")
+  assert called().out == listing() + "\n" == called("--help").out
+  wrong = called("trian")
   assert wrong.error().strip() == "no command 'trian'. Did you mean train?"
 
 
-@pytest.mark.parametrize("module", ["ats_jax.__main__", "ats_jax.verbs", "ats_jax.verbs.launch"])
-def test_what_starts_at_once_imports_no_jax(module):
-  code = f"import sys, {module}; assert 'jax' not in sys.modules"
+def test_what_starts_at_once_imports_no_jax():
+  code = "import sys, ats_jax.__main__, ats_jax.verbs.launch; assert 'jax' not in sys.modules"
   assert started("timeit", "-n1", "-r1", code).code == 0
 
 
@@ -45,17 +44,10 @@ def test_the_console_script_is_the_same_door():
   assert getattr(importlib.import_module(module), function) is sys.modules["ats_jax.__main__"].main
 
 
-def test_a_verb_does_what_its_module_does():
-  flags = "--config=configs/debug.py", "--json"
-  by_verb, by_module = forked("ats_jax", "plan", *flags), forked("ats_jax", "plan", *flags)
-  assert by_verb.code == by_module.code == 0
-  assert by_verb.out == by_module.out and '"parameters"' in by_verb.out
-
-
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help(name):
   verb, *word = name.split()
-  out = forked("ats_jax", verb, *word, "--help")
+  out = called(verb, *word, "--help")
   assert out.code == 0 and out.err == ""
   text = out.out
   assert f"ats-jax {name}" in text and "Exit codes\n  0        done\n" in text
@@ -70,13 +62,13 @@ def test_help(name):
 
 
 def test_help_of_a_verb_that_needs_a_word_lists_them():
-  out = forked("ats_jax", "data", "--help")
+  out = called("data", "--help")
   assert out.code == 0 and "ats-jax data stats: " in out.out and "ats-jax data audit: " in out.out
-  refused = forked("ats_jax", "data").error()
+  refused = called("data").error()
   assert (
     "expected one command of stats, audit, explain, validate, prepare, report, got none" in refused
   )
-  assert "got 'stat'" in forked("ats_jax", "data", "stat").error()
+  assert "got 'stat'" in called("data", "stat").error()
 
 
 def examples() -> list[str]:
