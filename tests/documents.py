@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from absl import flags
-from commands import Result, forked
+from commands import Result, called, forked
 from xla_flags import QUICK, devices
 
 from ats_jax.config import from_config_dict
@@ -31,12 +31,12 @@ _STARTS = ("python -m ", ".venv/bin/", "ats-jax ", "make ", "pip ")
 
 # What makes a run of any config small. Settings that are shown but named here are not tried.
 TOY = {
-  "num_steps": "4",
+  "num_steps": "2",
   "data.seq_len": "16",
   "data.batch_size": "16",
   "data.tokenizer": "bytes",
   "data.validation_fraction": "0.3",
-  "model.num_layers": "4",
+  "model.num_layers": "2",
   "model.d_model": "32",
   "model.num_heads": "4",
   "model.num_kv_heads": "4",
@@ -56,15 +56,15 @@ TOY = {
 }
 # The run that readers of workdirs are given: its curve can be extrapolated.
 TRAINED = {n: v for n, v in TOY.items() if n not in ("moe.d_ff", "orchestrator.snapshot_gb")} | {
-  "num_steps": "400",
+  "num_steps": "200",
   "data.tokenizer": "bpe",
   "data.bpe_vocab_size": "300",
   "optimizer.schedule": "wsd",
-  "checkpoint.every_steps": "200",
-  "eval.every_steps": "8",
-  "log.every_steps": "4",
+  "checkpoint.every_steps": "100",
+  "eval.every_steps": "4",
+  "log.every_steps": "2",
   "orchestrator.mode": "observe",
-  "orchestrator.check_interval": "40",
+  "orchestrator.check_interval": "20",
 }
 # Of settings, those whose sections make another program. A run is traced for 5 s, so of all that a
 # training shows only what no training before it has shown is run; all settings are checked.
@@ -73,6 +73,7 @@ PATHS = (
   "--config.data.paths", "--config.data.sources", "--config.data.validation_paths",
   "--config.data.validation_sets", "--paths",
 )  # fmt: skip
+OWN_CODE = ("--config=", "--config.extensions=")  # it stays in the process that loads it
 MIXED = ("data.mixture", "data.format.sources")  # each shows something of its own
 
 
@@ -249,8 +250,11 @@ class Reader:
       words = self._small(words)
     if verb == "bench":
       words = self._short(words)
-    eight = devices(8) if "mesh." in " ".join(words) else ""
-    return forked("ats_jax", *filter(None, (verb,)), *words, XLA_FLAGS=f"{QUICK} {eight}")
+    words = [*filter(None, (verb,)), *words]
+    if "mesh." in " ".join(words):
+      return forked("ats_jax", *words, XLA_FLAGS=f"{QUICK} {devices(8)}")
+    own_code = any(str(self.folder) in w for w in words if w.startswith(OWN_CODE))
+    return forked("ats_jax", *words) if own_code else called(*words)
 
   def _shows_more(self, verb: str, words: list[str]) -> bool:
     """Whether a command has anything that no command before had."""

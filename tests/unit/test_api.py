@@ -16,10 +16,13 @@ import jax
 import pytest
 from absl import flags
 from commands import REPOSITORY
+from helpers import CACHED
+from program_cache import user_cache
 
 import ats_jax
 from ats_jax import api
 from ats_jax.config import Config
+from ats_jax.train.run import Run
 
 PAGE = REPOSITORY / "docs" / "reference" / "api.md"
 
@@ -37,6 +40,7 @@ def cfg(text) -> Config:
   return api.config(
     "debug",
     {
+      **CACHED,
       "num_steps": 3,
       "model.num_layers": 1,
       "model.d_model": 16,
@@ -73,7 +77,8 @@ def process_state() -> dict:
   }
 
 
-def test_the_page_is_run(text, tmp_path):
+def test_the_page_is_run(text, tmp_path, monkeypatch):
+  monkeypatch.setenv("XDG_CACHE_HOME", str(user_cache(tmp_path / "cache")))
   found = doctest.testfile(
     str(PAGE), module_relative=False, globs={"text": text, "runs": str(tmp_path)}
   )
@@ -95,13 +100,13 @@ def test_it_is_there_once_it_is_asked_for():
     _ = ats_jax.apy
 
 
-@pytest.mark.parametrize("cache", [pytest.param("off", marks=pytest.mark.slow), "own"])
 @pytest.mark.thorough
-def test_nothing_stays_behind(cfg, tmp_path, monkeypatch, cache):
+def test_nothing_stays_behind(cfg, tmp_path, monkeypatch):
+  """But compiled programs, in their folder: another run of the same settings finds them all."""
   monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
-  folder = "off" if cache == "off" else str(tmp_path / "cache")
+  cache = tmp_path / "cache"
   deterministic = dataclasses.replace(cfg.precision, deterministic=True)
-  cfg = dataclasses.replace(cfg, compilation_cache=folder, precision=deterministic)
+  cfg = dataclasses.replace(cfg, compilation_cache=str(cache), precision=deterministic)
   before = process_state()
   run = str(tmp_path / "run")
   assert int(api.train(cfg, run).step) == 3
@@ -109,8 +114,11 @@ def test_nothing_stays_behind(cfg, tmp_path, monkeypatch, cache):
   assert api.evaluate(run)["eval/loss"] > 0
   assert api.generate(run, "the", max_tokens=2, seed=1).startswith("the")
   assert process_state() == before
-  assert (cache == "own") == (tmp_path / "cache").is_dir()
-  assert cache == "off" or list((tmp_path / "cache").iterdir())  # it was used, not jax's own
+  programs = lambda: {path.name for path in cache.glob("*-cache")}
+  compiled = programs()
+  assert any(name.startswith("jit_train_step-") for name in compiled)
+  api.train(cfg, str(tmp_path / "again"))
+  assert programs() == compiled
 
 
 def test_nothing_stays_behind_what_fails(cfg, tmp_path):
@@ -142,19 +150,17 @@ def test_two_runs_of_other_shapes_in_a_notebook(cfg, tmp_path):
   assert [r["step"] for r in api.metrics(str(tmp_path / "one")) if "train/loss" in r][-1] == 4
 
 
-def test_an_interrupt_saves_and_returns(cfg, tmp_path):
-  cfg = dataclasses.replace(cfg, num_steps=10**6)
-  log = tmp_path / "run" / "metrics.jsonl"
+def test_an_interrupt_saves_and_returns(cfg, tmp_path, monkeypatch):
+  finish_update = Run.finish_update
 
-  def interrupt() -> None:
-    while not (log.exists() and log.read_text().count("train/loss")):
-      over.wait(0.05)
-    signal.raise_signal(signal.SIGINT)
+  def interrupted(run, step, *args):
+    finish_update(run, step, *args)
+    if step == 2:
+      signal.raise_signal(signal.SIGINT)
 
-  over = threading.Event()
-  threading.Thread(target=interrupt, daemon=True).start()
-  state = api.train(cfg, str(tmp_path / "run"))
-  assert 0 < int(state.step) < 10**6
+  monkeypatch.setattr(Run, "finish_update", interrupted)
+  state = api.train(dataclasses.replace(cfg, num_steps=10**6), str(tmp_path / "run"))
+  assert 2 <= int(state.step) <= 3
   assert (tmp_path / "run" / "checkpoints" / str(int(state.step))).is_dir()
 
 

@@ -7,7 +7,7 @@ import subprocess
 import tomllib
 
 import pytest
-from commands import REFUSED, forked
+from commands import REFUSED, called, forked
 from documents import (
   DOCUMENTS,
   ROOT,
@@ -81,9 +81,7 @@ def trained(tmp_path_factory):
   write_texts(folder / "text")
   settings = TRAINED | {"data.paths": folder / "text"}
   flags = [f"--config.{name}={text_of(value)}" for name, value in settings.items()]
-  result = forked(
-    "ats_jax", "train", "--config=configs/debug.py", f"--workdir={folder / 'run'}", *flags
-  )
+  result = called("train", "--config=configs/debug.py", f"--workdir={folder / 'run'}", *flags)
   assert result.code == 0, result.err
   return folder / "run"
 

@@ -90,18 +90,38 @@ def rows(folder):
   return [row for row in read_jsonl(folder / "metrics.jsonl") if "train/loss" in row]
 
 
-def test_a_metric_writer(config, tmp_path):
+def test_a_metric_writer(config, tmp_path, caplog):
+  """In a run that goes on, also with a changed file; no command runs the file of a workdir."""
+  caplog.set_level(logging.INFO)
+  run, own = tmp_path / "run", tmp_path / "run" / "mine.txt"
   cfg = config(SINK, {"log.writers": ("jsonl", "mine"), "log.project": "cats"})
-  train(cfg, tmp_path / "run")
-  lines = (tmp_path / "run" / "mine.txt").read_text().splitlines()
-  run = (tmp_path / "run" / "run_id").read_text().strip()
-  assert lines[:2] == [f"run {run} from -1 in cats", "layers 2"]
+  train(cfg, run)
+  lines = own.read_text().splitlines()
+  number = (run / "run_id").read_text().strip()
+  assert lines[:2] == [f"run {number} from -1 in cats", "layers 2"]
   assert [line for line in lines if "memory" in line] == [
     f"{step} memory/host_rss_gib" for step in (1, 2, 3, 4)
   ]
-  train(with_settings(cfg, {"num_steps": 6}), tmp_path / "run")
-  again = (tmp_path / "run" / "mine.txt").read_text().splitlines()[len(lines) :]
-  assert again[0] == f"run {run} from 4 in cats" and "5 memory/host_rss_gib" in again
+  (kept,) = json.loads((run / "config.json").read_text())["extensions"]
+  name, _, digest = kept.partition("#")
+  assert name == str(tmp_path / "mine.py") and len(digest) == 16
+
+  train(with_settings(cfg, {"num_steps": 6}), run)
+  assert "extensions" not in caplog.text
+  again = own.read_text().splitlines()[len(lines) :]
+  assert again[0] == f"run {number} from 4 in cats" and "5 memory/host_rss_gib" in again
+
+  (tmp_path / "mine.py").write_text(SINK.replace('f"layers', 'f"depth'))
+  train(with_settings(cfg, {"num_steps": 7}), run)
+  assert f"changed since the last start: extensions: {(kept,)!r} -> ('{name}#" in caplog.text
+  sizes = [line for line in own.read_text().splitlines() if line.endswith(" 2")]
+  assert sizes == ["layers 2", "layers 2", "depth 2"]
+
+  extensions.loaded.clear()
+  extensions.writers.forget(extensions.writers.owner("mine"))
+  (tmp_path / "mine.py").write_text("raise RuntimeError('was run')")
+  with load_run(run) as loaded:
+    assert loaded.program.cfg.extensions == ()
 
 
 def test_a_schedule_and_an_optimizer(config, tmp_path):
@@ -272,63 +292,40 @@ orders.register("of_sources", settings=OfSources)(Half)
 
 
 def test_the_examples_of_the_guide(tmp_path):
+  """A run with every part that they register."""
   guide = Path(__file__).parents[2] / "docs" / "guides" / "extending.md"
   examples = re.findall(r"```python\n(.*?)```", guide.read_text(), re.DOTALL)
-  assert len(examples) == 5
   (tmp_path / "parts.py").write_text("\n".join(examples))
-  text = "".join(f"{i}\tthe cat number {i} sat on the mat\n" for i in range(40))
-  (tmp_path / "cats.tsv").write_text(text)
-  cfg = tiny_config(
-    {
-      **CACHED,
-      "num_steps": 3,
-      "extensions": (f"{tmp_path}/parts.py",),
-      "model.vocab_size": 384,
-      "optimizer.name": "lion",
-      "optimizer.schedule": "halved",
-      "data.paths": (f"{tmp_path}/cats.tsv",),
-      "data.order": "long_first",
-      "data.validation_fraction": 0.0,
-      "data.cache_dir": f"{tmp_path}/cache",
-      "log.writers": ("losses",),
-      "log.every_steps": 1,
-      "log.progress": False,
-      "sample.max_tokens": 0,
-    }
+  settings = CACHED | {
+    "num_steps": 3,
+    "extensions": (f"{tmp_path}/parts.py",),
+    "model.vocab_size": 384,
+    "data.validation_fraction": 0.0,
+    "data.cache_dir": f"{tmp_path}/cache",
+    "log.every_steps": 1,
+    "log.progress": False,
+    "sample.max_tokens": 0,
+  }
+  load_extensions(tiny_config(settings))
+  named = {
+    setting: [name for name in registry if registry.owner(name)]
+    for setting, registry in {
+      "optimizer.name": extensions.optimizers,
+      "optimizer.schedule": extensions.schedules,
+      "data.order": extensions.orders,
+    }.items()
+  }
+  writers, suffixes = (
+    [name for name in registry if registry.owner(name)]
+    for registry in (extensions.writers, extensions.formats)
   )
-  train(cfg, tmp_path / "run")
-  lines = (tmp_path / "run" / "losses.txt").read_text().splitlines()
-  assert [json.loads(line)[0] for line in lines] == [1, 2, 3]
-
-
-# What a workdir keeps.
-
-
-@pytest.mark.thorough
-def test_a_run_that_goes_on_with_another_file_says_so(config, tmp_path, caplog):
-  cfg = config(SINK, {"log.writers": ("jsonl", "mine")})
-  train(cfg, tmp_path / "run")
-  (kept,) = json.loads((tmp_path / "run" / "config.json").read_text())["extensions"]
-  name, _, digest = kept.partition("#")
-  assert name == str(tmp_path / "mine.py") and len(digest) == 16
-  longer = with_settings(cfg, {"num_steps": 5})
-  with caplog.at_level(logging.INFO):
-    train(longer, tmp_path / "run")
-    assert "extensions" not in caplog.text
-    (tmp_path / "mine.py").write_text(SINK.replace('f"layers', 'f"depth'))
-    train(with_settings(cfg, {"num_steps": 6}), tmp_path / "run")
-  assert f"changed since the last start: extensions: {(kept,)!r} -> ('{name}#" in caplog.text
-  lines = (tmp_path / "run" / "mine.txt").read_text().splitlines()
-  assert [line for line in lines if line.endswith(" 2")] == ["layers 2", "layers 2", "depth 2"]
-
-
-def test_no_command_on_a_workdir_runs_what_it_names(config, tmp_path):
-  train(config(SINK, {"log.writers": ("mine",)}), tmp_path / "run")
-  extensions.loaded.clear()
-  extensions.writers.forget(extensions.writers.owner("mine"))
-  (tmp_path / "mine.py").write_text("raise RuntimeError('was run')")
-  with load_run(tmp_path / "run") as run:
-    assert run.program.cfg.extensions == ()
+  assert any(named.values()) and writers
+  text = tmp_path / f"cats{next(iter(suffixes), '.txt')}"
+  text.write_text("".join(f"{i}\tthe cat number {i} sat on the mat\n" for i in range(40)))
+  settings |= {setting: names[0] for setting, names in named.items() if names}
+  settings |= {"data.paths": (str(text),), "log.writers": ("jsonl", *writers)}
+  train(tiny_config(settings), tmp_path / "run")
+  assert len(rows(tmp_path / "run")) == 3
 
 
 # Mistakes.

@@ -1,8 +1,6 @@
-import subprocess
-import sys
-
 import numpy as np
 import pytest
+from commands import called
 
 from ats_jax.data.corpus import cache
 from ats_jax.data.look.audit import SCENARIOS, ReadingPhase, audit
@@ -191,15 +189,6 @@ def test_stats(write, config, capsys):
   assert "train: " in out and "validation: " in out and "21.875%" in out
 
 
-def command(*arguments):
-  return subprocess.run(
-    [sys.executable, "-m", "ats_jax", "data", *arguments],
-    capture_output=True,
-    text=True,
-    check=False,
-  )
-
-
 def test_command_line(write, tmp_path):
   text = write("a.jsonl", [{"text": f"document number {i}"} for i in range(99)])
   script = write(
@@ -212,11 +201,9 @@ def test_command_line(write, tmp_path):
     f"  config.data.cache_dir = {str(tmp_path / 'cache')!r}\n"
     "  return config\n",
   )
-  done = command("audit", f"--config={script}", f"--config.data.paths={text}")
-  assert done.returncode == 0, done.stderr
-  assert done.stdout.count("exactly once") == 5
-  done = command("audit", f"--config={script}", "--config.data.paths=/no/such/file")
-  assert (
-    done.returncode == REFUSED and "error: paths: '/no/such/file' does not exist" in done.stderr
-  )
-  assert "Traceback" not in done.stderr
+  done = called("data", "audit", f"--config={script}", f"--config.data.paths={text}")
+  assert done.code == 0, done.err
+  assert done.out.count("exactly once") == 5
+  done = called("data", "audit", f"--config={script}", "--config.data.paths=/no/such/file")
+  assert done.code == REFUSED and "error: paths: '/no/such/file' does not exist" in done.err
+  assert "Traceback" not in done.err

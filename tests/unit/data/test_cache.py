@@ -174,7 +174,7 @@ def test_a_failed_build_leaves_nothing_behind(tmp_path):
 
 def test_processes_that_start_together_build_once(tmp_path):
   script = """
-    import sys, time
+    import sys
     from pathlib import Path
     import numpy as np
     from ats_jax.data.corpus import cache
@@ -183,12 +183,18 @@ def test_processes_that_start_together_build_once(tmp_path):
       with open(root / "builds", "a") as f:
         f.write("x")
       np.save(folder / "x.npy", np.arange(1000))
-      time.sleep(0.5)
       return {}
+    print("ready", flush=True)
+    sys.stdin.readline()
     print(cache.cached(root, "key", build).array("x").sum())
   """
   command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)]
-  running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+  pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+  running = [subprocess.Popen(command, **pipes) for _ in range(3)]
+  assert [p.stdout.readline() for p in running] == ["ready\n"] * 3
+  for p in running:
+    p.stdin.write("go\n")
+    p.stdin.flush()
   assert [p.communicate()[0] for p in running] == ["499500\n"] * 3
   assert (tmp_path / "builds").read_text() == "x"
 

@@ -7,7 +7,6 @@ import logging
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -144,7 +143,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(("workers", "kill_at"), [(0, 1), (2, 4), (0, 9), (0, 12)])
+@pytest.mark.parametrize(("workers", "kill_at"), [(2, 4), (0, 9)])
 @pytest.mark.thorough
 def test_it_goes_on_where_it_was_killed(folder, config, tmp_path, small, workers, kill_at):
   """Killed as a shard is about to be counted, and as the last step takes away what it needed."""
@@ -161,11 +160,11 @@ def test_it_goes_on_where_it_was_killed(folder, config, tmp_path, small, workers
   (unfinished,) = out.glob("corpus-*.tmp")
   kept = len(list(unfinished.glob("part-*.json")))
   assert kept >= min(kill_at - 1, 1)
-  deadline = time.monotonic() + 20
-  while any(str(script) in p.info["cmdline"] for p in psutil.process_iter(["cmdline"])
-            if p.info["cmdline"]):  # fmt: skip
-    assert time.monotonic() < deadline, "processes that encode have outlived their parent"
-    time.sleep(0.1)
+  encoding = [
+    p for p in psutil.process_iter(["cmdline"]) if str(script) in (p.info["cmdline"] or ())
+  ]
+  _, left = psutil.wait_procs(encoding, timeout=120)
+  assert not left, "processes that encode have outlived their parent"
   assert run(out, 0).returncode == 0
   prepare(
     config(paths=(str(folder),), validation_fraction=0.1, seq_len=32), whole, TokeniseOptions()

@@ -173,7 +173,7 @@ def test_disk_is_bounded_and_nothing_is_taken_from_under_a_reader(streamed):
   def watch():
     while not done.is_set():
       most[0] = max(most[0], len(list(Path(cfg.cache_dir).glob("stream-*/window-*"))))
-      time.sleep(0.002)
+      done.wait(0.002)
 
   thread = threading.Thread(target=watch)
   thread.start()
@@ -336,9 +336,9 @@ print(row, most, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 
 @pytest.mark.thorough
 def test_memory_and_disk_do_not_grow_with_the_text(tmp_path):
-  """An epoch of 6 MB and of 60 MB, in windows of 1 MB: 2 MB of ids and 0.1 of documents each."""
+  """An epoch of 6 MB and of 30 MB, in windows of 1 MB: 2 MB of ids and 0.1 of documents each."""
   found = []
-  for megabytes in (6, 60):
+  for megabytes in (6, 30):
     path = tmp_path / f"{megabytes}.jsonl"
     with path.open("w") as file:
       for i in range(megabytes * 1000):
@@ -348,6 +348,6 @@ def test_memory_and_disk_do_not_grow_with_the_text(tmp_path):
     assert done.returncode == 0, done.stderr
     found.append([int(word) for word in done.stdout.split()])
   (rows, disk, memory), (more_rows, more_disk, more_memory) = found
-  assert more_rows > 9 * rows
+  assert more_rows > 4 * rows
   assert disk < more_disk < windows.RING * 2.5e6
   assert more_memory < memory + 30e6
