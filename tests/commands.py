@@ -8,7 +8,7 @@ own: where exit codes, signals, permissions or the variables of the environment 
 import atexit
 import ctypes
 import functools
-import importlib
+import itertools
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -135,9 +135,9 @@ def _run_commands(connection: multiprocessing.connection.Connection) -> None:
 
 def _run_command(words: tuple[str, ...]) -> int:
   """Run a command whose flags have their defaults again; return its exit code."""
-  if words and words[0] in VERBS:
-    for command in importlib.import_module(f"ats_jax.verbs.{words[0]}").COMMANDS.values():
-      command.flags.unparse_flags()
+  verbs = [sys.modules[name] for verb in VERBS if (name := f"ats_jax.verbs.{verb}") in sys.modules]
+  for command in itertools.chain.from_iterable(verb.COMMANDS.values() for verb in verbs):
+    command.flags.unparse_flags()
   sys.argv = ["ats_jax", *words]
   try:
     runpy.run_module("ats_jax", run_name="__main__", alter_sys=True)

@@ -82,15 +82,12 @@ def test_the_table_is_printed_again(smoke):
   assert "excess, nats" in printed and all(f"| {fault}" in printed for fault in SMOKE_FAULTS)
 
 
-@pytest.mark.parametrize(
-  ("flags", "error"),
-  [
+def test_wrong_flags():
+  for flags, error in (
     (["run"], "--results is missing"),
     (["run", "--results=x", "--arms=clap"], "--arms=clap is unknown to --suite=smoke"),
     (["run", "--results=x", "--faults=flood"], "Choose of: rate_burst"),
     (["run", "--results=x", "--suite=full", "--seeds=0"], "--seeds=0 is unknown to --suite=full"),
     (["table", "--results=/nowhere/x"], "/nowhere/x holds no runs"),
-  ],
-)
-def test_wrong_flags(flags, error):
-  assert error in forked("lab.faults", *flags, XLA_FLAGS=FAST_STEPS).error()
+  ):
+    assert error in forked("lab.faults", *flags, XLA_FLAGS=FAST_STEPS).error()

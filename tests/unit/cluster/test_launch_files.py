@@ -135,7 +135,7 @@ assert os.environ["JAX_LOCAL_DEVICE_IDS"] == rank and os.environ["JAX_NUM_PROCES
 assert sys.argv[1] == "train" and sys.argv[-1] == "--more=a b"
 def stop(*_):
   if rank == "1":
-    open("alive").read()  # until process 0 has ended
+    alive.read()  # until process 0 has ended
   open(f"saved_{rank}", "w").close()
   sys.exit(75)
 if "--waits" in sys.argv:
@@ -143,9 +143,8 @@ if "--waits" in sys.argv:
   os.set_blocking(wake, False)
   signal.set_wakeup_fd(wake)
   signal.signal(signal.SIGTERM, stop)
-  if rank == "0":
-    alive = os.open("alive", os.O_RDWR)
-  print("ready", flush=True)
+  alive = os.open("alive", os.O_RDWR) if rank == "0" else open("alive")
+  os.write(1, b"ready\\n")
   while True:
     os.read(woken, 1)
 sys.exit(int(rank) * 7)

@@ -125,9 +125,8 @@ def test_a_run_ends_with_what_it_took(config, tmp_path, caplog):
   assert stats["train/tokens_per_sec"] == pytest.approx(tokens * stats["train/steps_per_sec"])
   shares = [value for name, value in stats.items() if name.endswith("_share")]
   assert sum(shares) == pytest.approx(1.0)
-  assert (
-    stats["kernels"]["attention"] == "xla"
-    and stats["compilation_cache"].startswith(CACHED["compilation_cache"])
+  assert stats["kernels"]["attention"] == "xla" and stats["compilation_cache"].startswith(
+    CACHED["compilation_cache"]
   )
   with jax.set_mesh(make_mesh(cfg)):
     program = make_program(cfg)

@@ -1,11 +1,14 @@
 """What a plain run imports: code for what it does not ask for stays out of its process."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 from commands import REPOSITORY
+from helpers import CACHED
+from xla_flags import QUICK
 
 CODE = """
 import json, sys
@@ -18,7 +21,7 @@ from ats_jax.train.loop import train_to_end
 folder = Path(sys.argv[1])
 (folder / "text.txt").write_text("some words that come again and again. " * 200)
 settings = {
-  "num_steps": 2, "compilation_cache": "off", "model.num_layers": 1, "model.d_model": 16,
+  "num_steps": 2, "compilation_cache": sys.argv[2], "model.num_layers": 1, "model.d_model": 16,
   "model.num_heads": 2, "model.num_kv_heads": 2, "model.d_ff": 32, "data.tokenizer": "bytes",
   "data.paths": (str(folder / "text.txt"),), "data.cache_dir": str(folder / "cache"),
   "data.seq_len": 16, "data.batch_size": 8, "data.num_workers": 0,
@@ -74,8 +77,11 @@ EXPECTED = Path(__file__).with_name("plain_run_modules.txt")
 
 
 def test_a_plain_run_imports_no_optional_part(tmp_path):
-  command = [sys.executable, "-c", CODE, str(tmp_path)]
-  done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+  command = [sys.executable, "-c", CODE, str(tmp_path), CACHED["compilation_cache"]]
+  env = {**os.environ, "XLA_FLAGS": QUICK}
+  done = subprocess.run(
+    command, cwd=REPOSITORY, env=env, capture_output=True, text=True, check=False
+  )
   assert done.returncode == 0, done.stderr
   (line,) = [line for line in done.stdout.splitlines() if line.startswith("LOADED ")]
   loaded = json.loads(line.removeprefix("LOADED "))
