@@ -140,6 +140,7 @@ SHRINK = """
 import logging
 import os
 import resource
+import time
 
 import jax
 
@@ -155,10 +156,6 @@ class GiveBack(logging.Handler):
       resource.setrlimit(resource.RLIMIT_AS, NO_LIMIT)
 
 
-def in_use():
-  return int(open("/proc/self/statm").read().split()[0])
-
-
 NO_LIMIT = resource.getrlimit(resource.RLIMIT_AS)
 logging.getLogger("absl").addHandler(GiveBack())
 
@@ -168,11 +165,8 @@ def shrink(look):
   if look.step == 40 and not os.path.exists("{once}"):
     open("{once}", "w").close()
     jax.block_until_ready(jax.live_arrays())
-    before, pages = None, in_use()
-    while pages != before:  # until what the last step worked with is given back
-      os.sched_yield()
-      jax.block_until_ready(jax.numpy.zeros(8) + look.step)
-      before, pages = pages, in_use()
+    time.sleep(0.5)  # until what the last step worked with is given back
+    pages = int(open("/proc/self/statm").read().split()[0])
     resource.setrlimit(
       resource.RLIMIT_AS, (pages * resource.getpagesize() + ROOM, NO_LIMIT[1])
     )
