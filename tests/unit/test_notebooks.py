@@ -30,26 +30,22 @@ def test_script_and_notebook_agree(script):
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: p.stem)
-def test_a_notebook_is_kept_without_outputs(script):
-  code = [cell for cell in load(script)["cells"] if cell["cell_type"] == "code"]
+def test_a_notebook(script):
+  """It has no outputs, says what was not run, and imports no jax.
+
+  So its process keeps no GPU memory, and may install another jax.
+  """
+  cells = load(script)["cells"]
+  code = [cell for cell in cells if cell["cell_type"] == "code"]
   assert code and not any(cell["outputs"] or cell["execution_count"] for cell in code)
-
-
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: p.stem)
-def test_a_notebook_imports_no_jax(script):
-  """Its process keeps no GPU memory, and may install another jax."""
+  text = "".join("".join(c["source"]) for c in cells if c["cell_type"] != "code")
+  assert "**What was not:** Colab itself, its T4 and its TPUs." in " ".join(
+    text.replace("\n# ", " ").split()
+  )
   tree = ast.parse(script.read_text(encoding="utf-8"))
   plain = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
   named = {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
   assert not {str(name).split(".")[0] for name in plain | named} & {"jax", "flax", "ats_jax"}
-
-
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: p.stem)
-def test_a_notebook_says_what_was_not_run(script):
-  text = "".join("".join(c["source"]) for c in load(script)["cells"] if c["cell_type"] != "code")
-  assert "**What was not:** Colab itself, its T4 and its TPUs." in " ".join(
-    text.replace("\n# ", " ").split()
-  )
 
 
 @pytest.mark.parametrize(
