@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from absl import flags
 from commands import Result, called, forked
+from program_cache import user_cache
 from xla_flags import QUICK, devices
 
 from ats_jax.config import from_config_dict
@@ -251,10 +252,11 @@ class Reader:
     if verb == "bench":
       words = self._short(words)
     words = [*filter(None, (verb,)), *words]
+    env = {"XDG_CACHE_HOME": str(user_cache(self.folder / "cache"))}
     if "mesh." in " ".join(words):
-      return forked("ats_jax", *words, XLA_FLAGS=f"{QUICK} {devices(8)}")
+      return forked("ats_jax", *words, XLA_FLAGS=f"{QUICK} {devices(8)}", **env)
     own_code = any(str(self.folder) in w for w in words if w.startswith(OWN_CODE))
-    return forked("ats_jax", *words) if own_code else called(*words)
+    return forked("ats_jax", *words, **env) if own_code else called(*words)
 
   def _shows_more(self, verb: str, words: list[str]) -> bool:
     """Whether a command has anything that no command before had."""
