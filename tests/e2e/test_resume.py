@@ -3,12 +3,15 @@
 import json
 import shutil
 import signal
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import runs
 from commands import called
+from program_cache import user_cache
 
 from ats_jax.exits import STOPPED
 from ats_jax.metrics.rows import read_jsonl
@@ -44,7 +47,7 @@ SETTINGS = (
   "eval.num_batches=4",
   "eval.bigram_baseline=False",
   "log.every_steps=1",
-  "sample.max_tokens=8",
+  "sample.max_tokens=0",
 )
 
 
@@ -57,31 +60,39 @@ def settings(tmp_path_factory) -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(settings, tmp_path_factory) -> Path:
+def start(settings, tmp_path_factory) -> Callable[..., subprocess.Popen]:
+  """Starts a run in a folder; the first, which nothing kills, compiles the programs of all."""
+  cache = str(user_cache(tmp_path_factory.mktemp("cache")))
+  return lambda workdir, *more: runs.start(workdir, *settings, *more, XDG_CACHE_HOME=cache)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(start, tmp_path_factory) -> Path:
   workdir = tmp_path_factory.mktemp("uninterrupted")
-  runs.finish(runs.start(workdir, *settings))
+  runs.finish(start(workdir))
   return workdir
 
 
-def test_kills_and_a_sigterm_change_nothing(settings, uninterrupted, tmp_path):
+def test_kills_and_a_sigterm_change_nothing(start, uninterrupted, tmp_path):
   """Kill -9 before the first checkpoint, in a write, between two; SIGTERM; then to the end."""
-  start = lambda: runs.start(tmp_path, *settings)
-  runs.stop_at(start(), 3, signal.SIGKILL)
+  runs.stop_at(start(tmp_path), 3, signal.SIGKILL)
   assert not list((tmp_path / "checkpoints").glob("[0-9]*"))
 
-  process = start()
+  process = start(tmp_path)
   killed_in = runs.kill_while_writing(process, tmp_path, after_step=5)
   assert not (tmp_path / "checkpoints" / killed_in.split(".")[0]).exists()
 
-  output = runs.stop_at(start(), 17, signal.SIGKILL)  # saving step 15 waits for that of step 10
+  output = runs.stop_at(
+    start(tmp_path), 17, signal.SIGKILL
+  )  # saving step 15 waits for that of step 10
   assert "resuming" in output
 
-  process = start()
+  process = start(tmp_path)
   output = runs.stop_at(process, 20, signal.SIGTERM)
   assert process.returncode == STOPPED, output
   assert "The same command goes on from there" in output
 
-  output = runs.finish(start())
+  output = runs.finish(start(tmp_path))
   assert f"resuming {tmp_path} from step" in output
   runs.assert_same_run(uninterrupted, tmp_path, STEPS)
   layers = [
@@ -91,10 +102,10 @@ def test_kills_and_a_sigterm_change_nothing(settings, uninterrupted, tmp_path):
   assert layers[0] == layers[1] and len(layers[0]) == STEPS
 
 
-def test_a_complete_run(settings, uninterrupted):
+def test_a_complete_run(start, uninterrupted):
   """It says so when it is started again, its state is whole, and it can be used."""
   before = runs.rows(uninterrupted)
-  output = runs.finish(runs.start(uninterrupted, *settings))
+  output = runs.finish(start(uninterrupted))
   assert f"is complete: step {STEPS} of {STEPS}" in output
   assert runs.rows(uninterrupted) == before
   names = " ".join(runs.arrays(uninterrupted, STEPS))
@@ -122,12 +133,11 @@ def test_the_comparison_can_fail(uninterrupted, tmp_path):
 
 @pytest.mark.compat
 @pytest.mark.slow
-def test_the_fast_step_resumes_bit_for_bit(settings, tmp_path):
+def test_the_fast_step_resumes_bit_for_bit(start, tmp_path):
   fast = ("step.remat=names", "step.scan_unroll=2", "precision.deterministic=True")
   whole, broken = tmp_path / "whole", tmp_path / "broken"
-  start = lambda folder: runs.start(folder, *settings, *fast)
-  runs.finish(start(whole))
-  runs.stop_at(start(broken), 14, signal.SIGKILL)
-  output = runs.finish(start(broken))
+  runs.finish(start(whole, *fast))
+  runs.stop_at(start(broken, *fast), 14, signal.SIGKILL)
+  output = runs.finish(start(broken, *fast))
   assert f"resuming {broken} from step" in output
   runs.assert_same_run(whole, broken, STEPS)
