@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from helpers import CACHED, tiny_config
+from helpers import tiny_config
 
 import ats_jax
 from ats_jax.data.batch import FIELDS
@@ -103,7 +103,7 @@ def test_a_foreign_kind_trains_and_a_run_resumes_exactly(tmp_path, monkeypatch):
   monkeypatch.setattr(
     opening, "open_data", lambda cfg, seed: (Counting(seq_len=cfg.seq_len), Counting())
   )
-  cfg = tiny_config(CACHED | {
+  cfg = tiny_config({
     "num_steps": 6, "model.vocab_size": 260, "data.seq_len": 16, "data.batch_size": 8,
     "optimizer.schedule": "constant", "log.writers": ("jsonl",), "log.progress": False,
     "sample.max_tokens": 0,

@@ -6,7 +6,7 @@ import json
 import jax
 import numpy as np
 import pytest
-from helpers import CACHED, make_test_mesh, tiny_config
+from helpers import make_test_mesh, tiny_config
 
 from ats_jax.checkpoint import workdir
 from ats_jax.data.sources import open_data
@@ -28,7 +28,7 @@ def make(tmp_path_factory):
   (folder / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
 
   def config(**changes):
-    return tiny_config(CACHED | {
+    return tiny_config({
       "num_steps": 8,
       "model.vocab_size": 260,
       "data.paths": (f"{folder}/a.jsonl",),

@@ -5,7 +5,7 @@ import math
 import jax
 import numpy as np
 import pytest
-from helpers import CACHED, make_test_mesh, tiny_config
+from helpers import make_test_mesh, tiny_config
 
 from ats_jax.config.schema.mixture import Phase
 from ats_jax.config.schema.setting import Table
@@ -29,7 +29,7 @@ def make(tmp_path_factory):
     (folder / f"{name}.txt").write_text("".join(lines))
 
   def config(**changes):
-    return tiny_config(CACHED | {
+    return tiny_config({
       "num_steps": 6,
       "model.vocab_size": 259,
       "data.sources": {n: (f"{folder}/{n}.txt",) for n in ("web", "code", "talk")},
