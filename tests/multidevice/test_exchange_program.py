@@ -75,6 +75,7 @@ GATHER = ("all-gather", (WAYS * TOKENS, WIDTH))
 SCATTER = ("reduce-scatter", (TOKENS, WIDTH))
 
 
+@pytest.mark.thorough
 def test_one_gather_of_tokens_and_one_sum_of_blocks_each_way():
   """The gather's derivative is a sum of blocks, and that of the sum a gather."""
   f, once = with_gradients, [GATHER, GATHER, SCATTER, SCATTER]

@@ -75,6 +75,7 @@ class Recorded:
     return self._position
 
 
+@pytest.mark.thorough
 def test_two_processes_and_then_one_read_each_token_once(sources, tmp_path):
   settings = SETTINGS | {"data.sources": sources, "data.cache_dir": f"{tmp_path}/cache"}
   cfg = tiny_config(settings)

@@ -77,6 +77,7 @@ def process_state() -> dict:
   }
 
 
+@pytest.mark.thorough
 def test_the_page_is_run(text, tmp_path, monkeypatch):
   monkeypatch.setenv("XDG_CACHE_HOME", str(user_cache(tmp_path / "cache")))
   found = doctest.testfile(
@@ -121,6 +122,7 @@ def test_nothing_stays_behind(cfg, tmp_path, monkeypatch):
   assert programs() == compiled
 
 
+@pytest.mark.thorough
 def test_nothing_stays_behind_what_fails(cfg, tmp_path):
   before = process_state()
   steep = dataclasses.replace(cfg.optimizer, learning_rate=1e30)

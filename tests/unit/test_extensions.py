@@ -90,6 +90,7 @@ def rows(folder):
   return [row for row in read_jsonl(folder / "metrics.jsonl") if "train/loss" in row]
 
 
+@pytest.mark.thorough
 def test_a_metric_writer(config, tmp_path, caplog):
   """In a run that goes on, also with a changed file; no command runs the file of a workdir."""
   caplog.set_level(logging.INFO)

@@ -182,6 +182,7 @@ def test_decoding_does_not_look_ahead(mesh, name):
   assert (got[after] != want[after]).any(-1).all()
 
 
+@pytest.mark.thorough
 def test_greedy_tokens_equal_the_argmax_of_one_pass(mesh):
   model, rules, tokenizer = settled("hybrid"), rules_of(config("hybrid")), ByteTokenizer()
   greedy = SampleConfig(max_tokens=30, temperature=0.0, top_p=1.0)

@@ -210,6 +210,7 @@ class Run:
     return [row for row in ledger.read_lines(self.path) if row["kind"] == kind]
 
 
+@pytest.mark.thorough
 def test_hooks_steer_a_run_without_a_new_program(mesh, tmp_path, asked):
   asked |= {8: SetExpertDropout(0.5), 40: SetExpertDropout(0.0), 60: ScaleTemperature(2.0)}
   run = Run(tmp_path / "decisions.jsonl")(16)

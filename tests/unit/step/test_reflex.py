@@ -162,6 +162,7 @@ def test_a_healthy_run_is_the_same_bit_for_bit(mesh):
   assert_trees_equal(runs["act"].weights, runs["off"].weights)
 
 
+@pytest.mark.thorough
 def test_observing_changes_nothing_whatever_happens(mesh):
   runs = [Run(mode, LONG) for mode in ("off", "observe")]
   for run in runs:

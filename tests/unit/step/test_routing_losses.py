@@ -97,6 +97,7 @@ def step_of(cfg):
 DROPLESS = SMALL | {"moe.num_shared": 1}
 
 
+@pytest.mark.thorough
 def test_micro_batches_change_nothing(mesh):
   with jax.enable_x64(True):
     cfg = tiny_config(DROPLESS)
@@ -283,6 +284,7 @@ def test_proportional_moves_are_bounded(mesh):
   np.testing.assert_allclose(router.bias_E[...], [[-0.5, 0.5, 0.5, 0.5]], rtol=1e-6)
 
 
+@pytest.mark.thorough
 def test_no_optimizer_touches_a_buffer(mesh):
   cfg = tiny_config(
     SMALL

@@ -97,6 +97,7 @@ def test_two_lengths_are_two_programs_and_a_resumed_run_is_bit_equal(make, tmp_p
   assert len({predicted_bytes(step) for _, step in compiled[:2]}) == 2
 
 
+@pytest.mark.thorough
 def test_the_meter_knows_what_each_length_costs(make, tmp_path):
   cfg = make(data__order={"name": "length", "lengths": 2}, log__every_steps=2)
   first = lengths(dataclasses.replace(cfg, num_steps=200)).index(64)

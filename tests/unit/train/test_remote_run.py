@@ -164,6 +164,7 @@ def test_killed_at_any_moment_it_resumes_bit_for_bit(whole, config, bucket):
   assert len(resumed) >= 3
 
 
+@pytest.mark.thorough
 def test_the_settings_of_a_run_on_a_store_are_fixed(whole, config):
   with pytest.raises(ValueError, match=r"gs://bucket/whole holds a run with other settings"):
     train(config(model__d_model=64), whole)

@@ -71,6 +71,7 @@ def first_weights(cfg, folder, init):
     return jax.device_get((run.state.model, run.state.opt_state, run.step))
 
 
+@pytest.mark.thorough
 def test_a_run_begins_with_the_averaged_weights_of_another(texts, trained, tmp_path):
   source, state = trained
   model, opt_state, step = first_weights(config(texts, seed=7), tmp_path, InitialWeights(source))
@@ -112,6 +113,7 @@ def test_weights_that_cannot_be_taken(texts, trained, tmp_path):
     shutil.rmtree(tmp_path)
 
 
+@pytest.mark.thorough
 def test_the_tokenizer_of_the_other_run_is_taken_along(texts, tmp_path):
   bpe = {"data__tokenizer": "bpe", "data__bpe_vocab_size": 300}
   train(config(texts, num_steps=1, **bpe), tmp_path / "source")

@@ -166,6 +166,7 @@ def test_the_probe_is_scored_as_the_model_trains_once_8_bits_are_off(config, tmp
   assert looks[-1]["rules"] == [False, rules.capacity, rules.horizon, False]
 
 
+@pytest.mark.thorough
 def test_off_ends_as_ever(config, tmp_path, monkeypatch):
   plant(monkeypatch, 34, spoil)
   with pytest.raises(FloatingPointError, match="train/loss is nan at step 34"):
@@ -234,6 +235,7 @@ def test_out_of_memory_halves_the_micro_batch_and_keeps_the_losses(config, tmp_p
   assert ledger.replay(tmp_path / "relieved" / workdir.DECISIONS) == []
 
 
+@pytest.mark.thorough
 def test_out_of_memory_is_an_error_where_nothing_can_be_done(config, tmp_path, monkeypatch):
   plant(monkeypatch, 2, out_of_memory(1))
   with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):

@@ -59,6 +59,7 @@ def make_run(folder, changes=None, until=None, offset=0.0):
   return folder
 
 
+@pytest.mark.thorough
 def test_from_half_of_a_run_with_a_reference(tmp_path):
   run = make_run(tmp_path / "run")
   reference = make_run(tmp_path / "short", {"num_steps": 500, "seed": 3}, offset=0.1)
