@@ -28,8 +28,10 @@ MARK = ".ci/last-full-run"
 EVERYTHING = "everything"
 # What all tests share: how they are run and installed, and the helpers of more than one folder.
 SHARED = re.compile(r"\.ci/(?!last-full-run)|Makefile|pyproject\.toml|constraints|tests/[^/]+\.py$")
-# What no test depends on.
-IGNORED = re.compile(r"\.github/|\.gitignore$|\.pre-commit|LICENSE$|CITATION|\.ci/last-full-run$")
+# What no test depends on, or only a quick one on its name.
+IGNORED = re.compile(
+  r"docs/lab/records/|\.github/|\.gitignore$|\.pre-commit|LICENSE$|CITATION|\.ci/last-full-run$"
+)
 # Folders of modules: those that `ats-jax` may import, and all.
 INSTALLED = ("ats_jax", "configs", "kernels_cuda", "kernels_metal", "kernels_pallas")
 PACKAGES = (*INSTALLED, "lab")
