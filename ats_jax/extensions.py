@@ -150,9 +150,8 @@ schedules = Registry("schedule", "optimizer.schedule.name", "ats_jax.config.sche
 optimizers = Registry("optimizer", "optimizer.name", "ats_jax.config.schema.optimizer")
 formats = Registry("data format", "the suffix of a file", "ats_jax.data.text.source")
 orders = Registry("order of rows", "data.order.name", "ats_jax.config.schema.row_order")
-text_formats = Registry("format of text", "data.format.name", "ats_jax.config.schema.text_format")
 
-ALL: tuple[Registry, ...] = (writers, schedules, optimizers, formats, orders, text_formats)
+ALL: tuple[Registry, ...] = (writers, schedules, optimizers, formats, orders)
 
 
 @contextlib.contextmanager

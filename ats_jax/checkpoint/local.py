@@ -3,8 +3,8 @@
 Each process keeps the shards of its own devices, with hashes. Where the mesh holds a shard twice
 (data parallel replicas), two processes keep it. When a job starts again, a process whose snapshot
 is gone gets that of a peer through the collectives of the job: no server listens, and the bytes go
-where gradients go. (Orbax's own manager of such snapshots listens on all addresses, asks nobody who
-he is, and compares nothing with a hash.) If a shard is nowhere, the newest checkpoint is used.
+where gradients go. If a shard is nowhere, the newest checkpoint is used. Orbax's own manager of
+such snapshots serves them on all network addresses without authentication, and verifies no hash.
 """
 
 import concurrent.futures

@@ -1,5 +1,6 @@
 """What the documents of a text are: `format_of` alone chooses by `data.format`."""
 
+import importlib
 from collections.abc import Iterator
 
 import numpy as np
@@ -12,13 +13,13 @@ from ats_jax.data.text.holdout import Split, plan_split
 from ats_jax.data.text.report import Report
 from ats_jax.data.text.source import SourceFile, read_pieces
 from ats_jax.data.tokens.base import Tokenizer
-from ats_jax.extensions import text_formats
 
 
 class TextFormat:
   """How files are read as documents, and what of a document becomes rows: here plain text.
 
-  Others derive from it; one is registered by name in `ats_jax.extensions.text_formats`.
+  Others derive from it, and `PART` of their settings names them. What reads plain text for a corpus
+  and for its split does not ask `pieces`, so a class with other pieces has those methods too.
 
   Attributes:
     weights: [codes] float32, the weight in the loss of a token by its code (`Corpus.codes`); None
@@ -97,4 +98,5 @@ class TextFormat:
 
 def format_of(cfg: DataConfig) -> TextFormat:
   """The format of the text of `cfg`, which is of one source."""
-  return text_formats.find(cfg.format.name)(cfg)
+  module, _, name = cfg.format.PART.partition(":")
+  return getattr(importlib.import_module(module), name)(cfg)

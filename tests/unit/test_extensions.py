@@ -399,7 +399,7 @@ def test_what_is_built_in_belongs_to_no_file_that_is_loaded_first(tmp_path):
   command = [sys.executable, "-c", FIRST, str(tmp_path / "mine.py")]
   result = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
   owners = [set(line.split()) for line in result.stdout.splitlines()]
-  assert owners == [{str(tmp_path / "mine.py")}, *[set()] * 5], result.stderr
+  assert owners == [{str(tmp_path / "mine.py")}, *[set()] * 4], result.stderr
 
 
 def test_what_is_built_in_is_registered_alike():
@@ -412,7 +412,6 @@ def test_what_is_built_in_is_registered_alike():
     extensions.schedules,
     extensions.optimizers,
     extensions.orders,
-    extensions.text_formats,
   ):
     assert all(callable(registry.find(name)) for name in registry)
 

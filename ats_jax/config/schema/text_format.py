@@ -5,7 +5,6 @@ from typing import Any, ClassVar, Self
 
 from ats_jax.config.schema.filters import ChangesText
 from ats_jax.config.schema.setting import Kinds, Table, setting, when
-from ats_jax.extensions import text_formats
 
 # Who speaks in a conversation.
 ROLES = ("system", "user", "assistant", "tool")
@@ -13,11 +12,7 @@ ROLES = ("system", "user", "assistant", "tool")
 TEMPLATES = ("chatml", "llama3", "qwen", "mistral", "gemma", "plain")
 OWN_TEMPLATE = "tokenizer"
 
-FORMATS = Kinds(
-  "data.format",
-  "what files hold: text, or conversations, which a template writes",
-  registry=text_formats,
-)
+FORMATS = Kinds("data.format", "what files hold: text, or conversations, which a template writes")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,10 +20,12 @@ class Format:
   """What every format has.
 
   Attributes:
+    PART: "module:class" of what reads such files, a `data.text_format.TextFormat`; imported late.
     AUTO_PACKING: what `data.packing=auto` means.
     STREAMED: whether its documents can be tokenised while they are read (`data.reading`).
   """
 
+  PART: ClassVar[str] = "ats_jax.data.text_format:TextFormat"
   AUTO_PACKING: ClassVar[str] = "concat"
   STREAMED: ClassVar[bool] = True
 
@@ -45,17 +42,18 @@ class Format:
     return self
 
 
-@FORMATS.of_part("ats_jax.data.text_format:TextFormat")
+@FORMATS.register
 @dataclasses.dataclass(frozen=True)
 class Text(Format):
   """Documents of text, or of token ids."""
 
 
-@FORMATS.of_part("ats_jax.data.chat.format:ChatFormat")
+@FORMATS.register
 @dataclasses.dataclass(frozen=True)
 class Chat(Format):
   """Conversations; of sources with names, those that are in `sources`."""
 
+  PART: ClassVar[str] = "ats_jax.data.chat.format:ChatFormat"
   AUTO_PACKING: ClassVar[str] = "best_fit"  # a conversation is not cut
   STREAMED: ClassVar[bool] = False
 

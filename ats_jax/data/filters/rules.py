@@ -1,8 +1,8 @@
 """Filters that look at one document: what each makes of a text, and why it would drop it.
 
 The rules of Gopher and C4 are datatrove's. A word is what stands between spaces, as in Gopher's
-paper. datatrove asks spaCy, to which each punctuation mark is a word, and so refuses text for its
-commas: by the rules of Gopher most of some technical prose (docs/lab/log.md).
+paper. datatrove takes the words of spaCy, which counts each punctuation mark as one, so that its
+Gopher rules reject most technical prose (docs/lab/log.md).
 """
 
 import dataclasses
