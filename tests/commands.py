@@ -142,8 +142,10 @@ def _run_command(words: tuple[str, ...]) -> int:
   try:
     runpy.run_module("ats_jax", run_name="__main__", alter_sys=True)
   except SystemExit as end:
-    return end.code if isinstance(end.code, int) else DONE
-  except BaseException:
+    if isinstance(end.code, str):
+      print(end.code, file=sys.stderr)
+    return DONE if end.code is None else end.code if isinstance(end.code, int) else 1
+  except BaseException:  # as Python does at the end of a process: the next command goes on
     traceback.print_exc()
     return 1
   return DONE

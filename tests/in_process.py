@@ -8,7 +8,7 @@ import importlib
 import io
 
 
-def called(verb: str, *words: str) -> str:
+def printed_by(verb: str, *words: str) -> str:
   """What `ats-jax VERB WORDS` prints; it is printed as well.
 
   Raises:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import make_test_mesh
-from in_process import called
+from in_process import printed_by
 from test_torch_export import folder_of
 from torch_cases import both
 
@@ -102,9 +102,9 @@ def test_the_command(tmp_path):
   assert done.returncode == 0, done.stderr
   assert done.stdout.startswith("step 0: model.pt2 ")
   with pytest.raises(ValueError, match="out exists"):
-    called(*words, f"--folder={tmp_path}/out")
+    printed_by(*words, f"--folder={tmp_path}/out")
   with pytest.raises(ValueError, match="no --dtype"):
-    called(*words, f"--folder={tmp_path}/other", "--dtype=bfloat16")
+    printed_by(*words, f"--folder={tmp_path}/other", "--dtype=bfloat16")
 
 
 def test_gguf_is_read_back_and_computes_the_same(tmp_path):
@@ -117,7 +117,7 @@ def test_gguf_is_read_back_and_computes_the_same(tmp_path):
   folder = hf_models.save(model, tmp_path / "hf")
   import_folder(folder, parse(tmp_path / "run"), tokenizer="bytes")
   words = ("bridge", "export", f"--workdir={tmp_path}/run", f"--folder={tmp_path}/out")
-  called(*words, "--format=gguf", "--dtype=float32")
+  printed_by(*words, "--format=gguf", "--dtype=float32")
   assert [p.name for p in (tmp_path / "out").iterdir()] == ["model.gguf"]
   reader = gguf.GGUFReader(tmp_path / "out/model.gguf")
   found = {tensor.name: tensor for tensor in reader.tensors}

@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 import pytest
 from helpers import make_decoder
-from in_process import called
+from in_process import printed_by
 
 from ats_jax.bridge import config_import
 from ats_jax.bridge.config_report import ConfigReport
@@ -307,20 +307,20 @@ def test_a_name_in_the_file_cannot_end_the_text_it_is_written_in(tmp_path):
 
 def test_the_command_writes_a_config_and_no_other_file(tmp_path):
   file, target = write(tmp_path, "config.json", LLAMA), tmp_path / "new" / "mine.py"
-  assert "def get_config():" in called("config", "import", file)
-  result = called("config", "import", file, f"--to={target}")
+  assert "def get_config():" in printed_by("config", "import", file)
+  result = printed_by("config", "import", file, f"--to={target}")
   assert "hidden_size = 64" in result and f"wrote {target}" in result
   text = target.read_text()
   with pytest.raises(ValueError, match="there already"):
-    called("config", "import", file, f"--to={target}")
+    printed_by("config", "import", file, f"--to={target}")
   assert target.read_text() == text
   with pytest.raises(ValueError, match=r"ends in \.py"):
-    called("config", "import", file, "--to=mine.json")
-  shown = called("config", "show", str(target))
+    printed_by("config", "import", file, "--to=mine.json")
+  shown = printed_by("config", "show", str(target))
   assert "model.d_model = 64 (default 128)" in shown and "num_steps" not in shown
-  changed = called("config", "diff", "debug", str(target))
+  changed = printed_by("config", "diff", "debug", str(target))
   assert "model.d_model: 128 -> 64 (fixed for a workdir)" in changed
   assert "num_steps" not in changed  # 400 in both
-  assert called("config", "diff", "debug", "debug") == "no setting differs\n"
+  assert printed_by("config", "diff", "debug", "debug") == "no setting differs\n"
   with pytest.raises(ValueError, match="expected one config and one config, got debug"):
-    called("config", "diff", "debug")
+    printed_by("config", "diff", "debug")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from commands import REPOSITORY, forked
 from hf_folders import BFLOAT16, make_folder, write_tensors
-from in_process import called
+from in_process import printed_by
 from runs import arrays
 
 from ats_jax.bridge import safetensors_file
@@ -208,17 +208,17 @@ def test_a_run_begins_with_a_folder(tmp_path):
 def test_an_import_generates(tmp_path):
   folder, run = make_folder(tmp_path / "hf", "qwen2"), tmp_path / "run"
   words = ("bridge", "import", f"--folder={folder}", f"--workdir={run}", "--tokenizer=bytes")
-  report = called(*words)
+  report = printed_by(*words)
   assert "Qwen2: " in report and "--init_from=" in report
   text = forked("ats_jax", "generate", f"--workdir={run}", "--prompt=ab", "--max_tokens=4")
   assert text.code == 0, text.err
   with pytest.raises(ValueError, match="holds checkpoints already"):
-    called(*words)
+    printed_by(*words)
 
 
 def test_words_of_the_command_line(tmp_path):
   assert "import" in forked("ats_jax", "bridge").error()
   with pytest.raises(ValueError, match="--folder is missing"):
-    called("bridge", "import")
+    printed_by("bridge", "import")
   with pytest.raises(ValueError, match="holds no run"):
-    called("bridge", "export", f"--workdir={tmp_path / 'no'}", f"--folder={tmp_path / 'x'}")
+    printed_by("bridge", "export", f"--workdir={tmp_path / 'no'}", f"--folder={tmp_path / 'x'}")

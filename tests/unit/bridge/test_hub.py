@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from commands import REPOSITORY, forked, train_flags
 from hf_folders import make_folder
-from in_process import called
+from in_process import printed_by
 
 from ats_jax.bridge import hub
 
@@ -182,8 +182,8 @@ def test_the_verbs_take_names_where_they_read(tmp_path):
   to = f"--workdir={tmp_path}/run"
   for verb in ("import", "verify"):
     with pytest.raises(ValueError, match=r"^hf://model is no name on the Hub"):
-      called("bridge", verb, "--folder=hf://model", to)
+      printed_by("bridge", verb, "--folder=hf://model", to)
   with pytest.raises(ValueError, match="an export writes a local folder"):
-    called("bridge", "export", "--folder=hf://some/model", to)
+    printed_by("bridge", "export", "--folder=hf://some/model", to)
   result = forked("ats_jax.train", *train_flags(tmp_path / "run"), "--init_from=hf://model")
   assert result.error().startswith("hf://model is no name on the Hub"), result

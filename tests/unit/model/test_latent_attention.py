@@ -2,6 +2,7 @@
 
 import functools
 
+import canonical
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,15 +22,7 @@ from ats_jax.planner.abstract import abstract_mesh, abstract_state
 from ats_jax.planner.memory import kv_cache_bytes, peak
 from ats_jax.sharding.apply import reshard
 
-LATENT = {
-  "model.num_kv_heads": 4,
-  "model.head_dim": 14,
-  "model.kv_latent_dim": 12,
-  "model.q_latent_dim": 16,
-  "model.latent_rope_dim": 6,
-  "model.v_head_dim": 10,
-  "model.init_std": 0.3,
-}
+LATENT = canonical.KINDS["latent"] | {"model.init_std": 0.3}
 ONE_MATRIX = LATENT | {"model.q_latent_dim": 0, "model.v_head_dim": 18, "model.attn_scale": 0.5}
 BATCH, SEQ, WIDTH = 2, 12, 32
 # float32 sums of up to 32 products; scores of order 1.

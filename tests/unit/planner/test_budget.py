@@ -7,7 +7,7 @@ import pytest
 from helpers import tiny_config
 from hypothesis import given
 from hypothesis import strategies as st
-from in_process import called
+from in_process import printed_by
 
 from ats_jax.planner.budget import (
   LAWS,
@@ -195,12 +195,12 @@ def test_what_is_wrong_is_said():
     (("budget", "budget", DEBUG), r"unexpected argument 'budget'"),
   ):
     with pytest.raises(ValueError, match=message):
-      called("plan", *flags)
+      printed_by("plan", *flags)
 
 
 def test_the_command():
   asked = ("budget", "--config=configs/debug.py", "--flops=1e15")
-  plan = json.loads(called("plan", *asked, "--json", "--law=hoffmann"))
+  plan = json.loads(printed_by("plan", *asked, "--json", "--law=hoffmann"))
   assert plan["budget"]["flops"] == pytest.approx(1e15)
   assert plan["curve"][3]["loss"] == plan["budget"]["loss"]
-  assert "compute efficiency" in called("plan", *asked)
+  assert "compute efficiency" in printed_by("plan", *asked)

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 from helpers import tiny_config
-from in_process import called
+from in_process import printed_by
 
 from ats_jax.planner.describe import describe
 from ats_jax.planner.expert_axis import render_expert_axis, without_expert_axis
@@ -55,7 +55,7 @@ def test_activations_of_two_steps_have_the_room_of_both():
 def test_no_axis_is_preferred_where_it_takes_no_more():
   flags = ("--config.mesh.expert=4", "--config.moe.exchange.factor=4.0")
   small = ("--config.model.num_layers=1", "--config.model.d_model=64", "--devices=4")
-  text = called("plan", "--config=configs/debug.py:moe", *flags, *small)
+  text = printed_by("plan", "--config=configs/debug.py:moe", *flags, *small)
   assert "without an expert axis: prefer mesh.fsdp=4, mesh.expert=1.\n" in text
 
 

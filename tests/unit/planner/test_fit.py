@@ -8,7 +8,7 @@ import re
 
 import pytest
 from helpers import tiny_config
-from in_process import called
+from in_process import printed_by
 
 from ats_jax.config.validate import validate
 from ats_jax.planner import fit as fit_module
@@ -228,15 +228,15 @@ def test_the_command(monkeypatch, capsys):
   monkeypatch.setattr(fit_module, "REMATS", ("full",))
   config = ("--config=configs/debug.py", "--devices=2", "--config.model.num_layers=1")
   config += ("--config.model.num_heads=1", "--config.model.num_kv_heads=1")
-  told = called("plan", *config, "--fit", "--memory=1")
+  told = printed_by("plan", *config, "--fit", "--memory=1")
   assert "picked: " in told and "--config.mesh.fsdp=" in told
   picked = re.search(r"^  (--config\.mesh\.data.*) \\\n  (--config\.step.*)$", told, re.MULTILINE)
   assert picked is not None
-  again = called("plan", *config, "--memory=1", *picked[1].split(), *picked[2].split())
+  again = printed_by("plan", *config, "--memory=1", *picked[1].split(), *picked[2].split())
   assert "fits: " in again
   with pytest.raises(ValueError, match="--fit needs --devices"):
-    called("plan", "--config=configs/debug.py", "--fit")
+    printed_by("plan", "--config=configs/debug.py", "--fit")
   with pytest.raises(ValueError, match="nothing fits 2 devices"):
-    called("plan", *config, "--fit", "--json", "--memory=0.001")
+    printed_by("plan", *config, "--fit", "--json", "--memory=0.001")
   found = json.loads(capsys.readouterr().out.splitlines()[-1])
   assert found["pick"] is None and found["plan"]["run"]["devices"] == 2

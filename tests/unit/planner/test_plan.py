@@ -5,7 +5,7 @@ import json
 import pytest
 from commands import forked, started
 from helpers import tiny_config
-from in_process import called
+from in_process import printed_by
 
 from ats_jax.config import base_config, from_config_dict
 from ats_jax.planner.describe import describe, render_plan
@@ -42,7 +42,7 @@ def test_what_is_wrong_is_said():
     ),
   ):
     with pytest.raises(ValueError, match=message):
-      called("plan", *flags)
+      printed_by("plan", *flags)
   assert "expected one command of budget" in forked("ats_jax", "plan", "budgets").error()
 
 
