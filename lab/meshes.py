@@ -257,7 +257,7 @@ def four() -> list[Case]:
   cases += [
     Case(f"{model} four {size} {name}", 4,
          f"data.seq_len={length} data.batch_size={4 * 32_768 // length} step.remat=qkv "
-         f"mesh.context=4 {way}", "", 2, traced=False)
+         f"mesh.context=4 {way}", "", 2, traced=name == "swap")
     for model in ("1.5B", "8B")
     for size, length in (("long", 32_768), ("longer", 131_072))
     for name, way in ways.items()

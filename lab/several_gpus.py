@@ -1,4 +1,4 @@
-r"""What two GPUs of one machine do: speed, recovery, experts, a pipeline; in one call of minutes.
+r"""What the GPUs of one machine do: speed, recovery, experts, a pipeline; in one call of minutes.
 
 Writes what it finds as it goes: results.jsonl (a row a run), log.txt (the end of what each process
 printed), check_env.txt, hardware.json, torch_speed.txt, stacks.txt. A part that fails or takes too
@@ -6,15 +6,15 @@ long is killed, and the next one begins; one for which too little of the budget 
 In this order:
   G  `torch_speed.py` on the second GPU, beside what needs the first one alone
   A  `check_env`, and once G is over with --measure
-  B  1.5B on one GPU, on two by one process, and by two processes: the same rows, losses compared
-  C  of those two processes one is killed, once a checkpoint is complete: seconds to the next step
+  B  1.5B on one GPU, on all by one process, and by a process each: the same rows, losses compared
+  C  of those processes one is killed, once a checkpoint is complete: seconds to the next step
   D  one is stopped (SIGSTOP): seconds until the watchdog says so, and to the next step
   E  experts: over fsdp, and over mesh.expert by each way of moe.exchange
-  H  rows of 32,768: one on one GPU, two cut over both by mesh.context
-  F  a pipeline of two stages, and two ways of tensor parallelism; then B once more
+  H  rows of 32,768: one on one GPU, as many as there are GPUs cut over all by mesh.context
+  F  a pipeline with a stage on each GPU, and tensor parallelism; then B once more
 All runs train on the bytes of Python's standard library with log.every_steps=1; their speed is the
 median of the last five eighths of their steps. Runs are killed when they have made them.
-Command: python -m lab.two_gpus --out=FOLDER [--budget_secs=540] [--parts=A,B] [--toy]
+Command: python -m lab.several_gpus --out=FOLDER [--gpus=2] [--parts=A,B] [--toy]
 """
 
 import contextlib
@@ -59,10 +59,10 @@ TOY_EXPERTS: Settings = {"moe.num_experts": 4, "moe.top_k": 2, "moe.d_ff": 64}
 WAYS = ("allgather", "bins")
 ROWS = 8  # of a device
 LATER = 3  # steps between one event and the next disturbance
-ONE, TWO, PROCESSES = "one GPU", "two GPUs, one process", "two GPUs, two processes"
+ONE, ALL, PROCESSES = "one GPU", "all GPUs, one process", "all GPUs, a process each"
 OF_ONE: Settings = {"data.batch_size": ROWS}
-OF_TWO: Settings = {"data.batch_size": 2 * ROWS, "mesh.fsdp": 2}
 
+_GPUS = flags.DEFINE_integer("gpus", 2, "That the machine has.", lower_bound=2)
 _OUT = flags.DEFINE_string("out", None, "Folder of results.", required=True)
 _BUDGET = flags.DEFINE_float("budget_secs", 540.0, "Nothing runs past it.", lower_bound=10.0)
 _PARTS = flags.DEFINE_list("parts", list("GABCDEFH"), "Which of them; C and D need B.")
@@ -126,8 +126,9 @@ class Lab:
     """Variables that make a place of this machine."""
     own = {"XDG_CACHE_HOME": str(self.scratch / "cache")}
     if not _TOY.value:
-      return own | {"CUDA_VISIBLE_DEVICES": "0" if place == ONE else "0,1"}
-    devices = 2 if place == TWO else 1
+      number = 1 if place == ONE else _GPUS.value
+      return own | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(number)))}
+    devices = _GPUS.value if place == ALL else 1
     flags_of_xla = f"--xla_force_host_platform_device_count={devices} {QUICK}"
     return own | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags_of_xla}
 
@@ -148,7 +149,11 @@ class Lab:
   def training(self, name: str, settings: Settings, place: str) -> Iterator[tuple[Child, Path]]:
     """A run in a workdir of its own."""
     folder = self.scratch / re.sub(r"\W+", "-", name)
-    verb = ["launch", "local", "--processes=2", "--restarts=4"] if place == PROCESSES else ["train"]
+    verb = (
+      ["launch", "local", f"--processes={_GPUS.value}", "--restarts=4"]
+      if place == PROCESSES
+      else ["train"]
+    )
     every = {**COMMON, **(TOY if _TOY.value else {}), **settings}
     options = [f"--config.{key}={value}" for key, value in every.items()]
     command = [*ATS, *verb, f"--config={self.config}", f"--workdir={folder}", *options]
@@ -204,6 +209,11 @@ def experts() -> Settings:
   return TOY_EXPERTS if _TOY.value else EXPERTS
 
 
+def of_all() -> Settings:
+  """Rows for all GPUs, and the mesh that shards the weights over them."""
+  return {"data.batch_size": _GPUS.value * ROWS, "mesh.fsdp": _GPUS.value}
+
+
 def line_of(step: int | str) -> str:
   """What the console's line of a step looks like."""
   return rf"^step +{step} +train "
@@ -226,7 +236,7 @@ def check_env(lab: Lab, measure: bool, until: float) -> None:
   """What the machine is, as a file."""
   more = ["--measure", f"--hardware={lab.out / 'hardware.json'}"] if measure else []
   command = ["check_env", f"--workdir={lab.scratch}", *more]
-  with lab.running(" ".join(command), [*ATS, *command], lab.env(TWO)) as child:
+  with lab.running(" ".join(command), [*ATS, *command], lab.env(ALL)) as child:
     code = child.ended(until)
   (lab.out / "check_env.txt").write_text(child.text() + "\n")
   links = [line for _, line in child.lines if re.match(r"links|all_|reduce_", line)]
@@ -252,10 +262,10 @@ def torch_speed(lab: Lab, child: Child, until: float) -> None:
 
 
 def disturbed(lab: Lab, steps: int, until: float) -> None:
-  """B by two processes; then, of the same run, C and D."""
-  settings = {**OF_TWO, "checkpoint.every_steps": steps}
+  """B by a process on each GPU; then, of the same run, C and D."""
+  settings = {**of_all(), "checkpoint.every_steps": steps}
   with lab.training(PROCESSES, settings, PROCESSES) as (job, folder):
-    lab.speed("B", PROCESSES, job, folder, steps, min(until, job.began + 130), like=TWO)
+    lab.speed("B", PROCESSES, job, folder, steps, min(until, job.began + 130), like=ALL)
     reached = time.time()
     if "C" in _PARTS.value:
       while not newest(folder):
@@ -298,7 +308,7 @@ def recovery(job: Child, at: float, until: float) -> dict[str, Any]:
   for name, pattern in (
     ("ended", "launch: process"),
     ("restart", "launch: starting all"),
-    ("joined", r"job: 2 processes"),
+    ("joined", rf"job: {_GPUS.value} processes"),
     ("restored", r"resuming .* from step"),
     ("first_step", "first step done"),
     ("first_row", line_of(r"\d+")),
@@ -327,27 +337,28 @@ def with_one_gpu(lab: Lab, torch: Child | None) -> None:
     lab.part("G", "torch_speed", 0, 600, lambda _: torch_speed(lab, torch, until))
 
 
-def with_two_gpus(lab: Lab) -> None:
+def with_all_gpus(lab: Lab) -> None:
   """The rest."""
-  steps, whole = _STEPS.value, {**OF_TWO, "mesh.fsdp": 1, "ops.strict": False}
+  steps, number = _STEPS.value, _GPUS.value
+  whole = {**of_all(), "mesh.fsdp": 1, "ops.strict": False}
   lab.part("A", "check_env --measure", 20, 70, functools.partial(check_env, lab, True))
-  lab.train("B", TWO, OF_TWO, TWO, steps, 45, 120, like=ONE)
+  lab.train("B", ALL, of_all(), ALL, steps, 45, 120, like=ONE)
   lab.part("B", PROCESSES, 60, 330, functools.partial(disturbed, lab, steps))
   like = "experts, fsdp"
-  lab.train("E", like, {**experts(), **OF_TWO}, TWO, 2 * steps // 5, 30, 80)
+  lab.train("E", like, {**experts(), **of_all()}, ALL, 2 * steps // 5, 30, 80)
   for way in WAYS:
-    settings = {**whole, **experts(), "mesh.expert": 2, "moe.exchange": way}
-    lab.train("E", f"experts, {way}", settings, TWO, 2 * steps // 5, 30, 70, like)
+    settings = {**whole, **experts(), "mesh.expert": number, "moe.exchange": way}
+    lab.train("E", f"experts, {way}", settings, ALL, 2 * steps // 5, 30, 70, like)
   long = {"data.seq_len": 32_768 if not _TOY.value else 512, "ops.strict": False}
-  one, both = f"long rows, {ONE}", "long rows, mesh.context=2"
+  one, cut = f"long rows, {ONE}", f"long rows, mesh.context={number}"
   lab.train("H", one, {**long, "data.batch_size": 1}, ONE, 2 * steps // 5, 45, 90)
-  cut = {"data.batch_size": 2, "mesh.context": 2}
-  lab.train("H", both, {**long, **cut}, TWO, 2 * steps // 5, 45, 90, like=one)
+  settings = {**long, "data.batch_size": number, "mesh.context": number}
+  lab.train("H", cut, settings, ALL, 2 * steps // 5, 45, 90, like=one)
   for axis, more in (("stage", {"step.accum_steps": 8}), ("tensor", {})):
-    settings = {**whole, f"mesh.{axis}": 2, **more}
-    lab.train("F", f"mesh.{axis}=2", settings, TWO, steps // 2, 36, 80, like=TWO)
-  for place in (TWO, PROCESSES):
-    lab.train("B", f"{place}, again", OF_TWO, place, steps, 40, 80, like=TWO)
+    settings = {**whole, f"mesh.{axis}": number, **more}
+    lab.train("F", f"mesh.{axis}={number}", settings, ALL, steps // 2, 36, 80, like=ALL)
+  for place in (ALL, PROCESSES):
+    lab.train("B", f"{place}, again", of_all(), place, steps, 40, 80, like=ALL)
 
 
 def main(argv: list[str]) -> None:
@@ -367,7 +378,7 @@ def main(argv: list[str]) -> None:
       env = lab.env(ONE) | {"CUDA_VISIBLE_DEVICES": "1"}
       torch = stack.enter_context(lab.running("torch_speed", command, env))
     with_one_gpu(lab, torch)
-    with_two_gpus(lab)
+    with_all_gpus(lab)
     lab.row("", "end")
 
 
