@@ -133,7 +133,8 @@ def compile_shared(
   """
   headers = Path(jax.ffi.include_dir())
   command = [*compiler, "-std=c++17", "-shared", f"-I{SOURCES}", "-isystem", str(headers)]
-  key = hashlib.sha256("\0".join(command).encode())
+  # Without folders: what is in them counts, not where they are.
+  key = hashlib.sha256("\0".join(o for o in compiler if not o.startswith("-I")).encode())
   key.update(_version(compiler[0]))
   _add_files(key, extra)
   folder = cache_folder(environ)

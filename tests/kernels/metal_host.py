@@ -114,12 +114,11 @@ def compile_shader(source: str) -> Library:
       f"    {name}({', '.join(arguments)});\n  }});\n}}\n"
     )
   text = ATTRIBUTE.sub("", SHARED.sub(r"static \1", source)) + "\n" + "\n".join(launchers)
-  includes = [f"-I{folder}" for folder in SHIM]
   options = ["-std=c++17", "-O1", "-shared", "-fPIC", "-Wall", "-Werror", "-Wno-unused-function"]
   options += ["-U_FORTIFY_SOURCE"]  # setjmp moves between stacks
-  command = [compiler, *options, *includes]
+  command = [compiler, *options, *(f"-I{folder}" for folder in SHIM)]
   shim = [p.read_text() for folder in SHIM for p in sorted(folder.iterdir())]
-  key = hashlib.sha256("\0".join([*command, text, *shim]).encode()).hexdigest()[:32]
+  key = hashlib.sha256("\0".join([compiler, *options, text, *shim]).encode()).hexdigest()[:32]
   kept = Path(os.environ["JAX_COMPILATION_CACHE_DIR"]) / "metal" / f"{key}.so"
   if not kept.exists():
     kept.parent.mkdir(parents=True, exist_ok=True)
