@@ -120,23 +120,14 @@ def test_cross_entropy(vocab):
   gradient = functools.partial(
     cross_entropy.cross_entropy_gradient, z_loss=0.25, label_smoothing=0.125
   )
-  got, statistics = gradient(logits, targets, mask)
+  run = in_every_order if vocab == 16_388 else lambda f, *args: f(*args)
+  got, statistics = run(gradient, logits, targets, mask)
   want, want_statistics = loss_reference(logits, targets, mask, 0.25, 0.125)
   for t in range(tokens):  # each: a wrong row of small numbers would hide in the others
     assert_close(got[t], want[t], ROUND)
     np.testing.assert_allclose(statistics[t], want_statistics[t], 1e-5, 1e-3)
   value = cross_entropy.cross_entropy(logits, targets, label_smoothing=0.125)
   np.testing.assert_array_equal(value, statistics)
-
-
-def test_cross_entropy_is_the_same_in_every_order():
-  logits = random(0, 3, 20_000, dtype=np.float32)
-  args = logits, np.array([0, 19_999, 8192], np.int32), np.ones(3, np.float32)
-  gradient = functools.partial(
-    cross_entropy.cross_entropy_gradient, z_loss=0.1, label_smoothing=0.1
-  )
-  got, _ = in_every_order(gradient, *args)
-  assert_close(got, loss_reference(*args, 0.1, 0.1)[0], ROUND)
 
 
 def test_cross_entropy_of_logits_that_are_not_finite():
@@ -181,20 +172,22 @@ def norm_reference(x, scale, dy):
 
 # Rows of one lane, of some lanes, of a warp with one pack a lane and with up to 32, in numbers that
 # fill no block; 1000 of 128 are more than all blocks take at once.
-NORM_SHAPES = [
-  *[(1, 8), (3, 24), (37, 64), (1, 128), (3, 136), (37, 256), (1, 264)],
-  *[(1000, 8), (1000, 128), (70, 2048), (9, 2056), (3, 4104), (3, 8192)],
-]
-
-
-@pytest.mark.parametrize(("num_rows", "width"), NORM_SHAPES)
-def test_rms_norm(num_rows, width, monkeypatch):
-  monkeypatch.setattr(rms_norm, "NUM_PARTIALS", 10)
+@pytest.mark.parametrize(
+  ("num_rows", "width", "num_partials"),
+  [
+    *[(1, 8, 10), (3, 24, 10), (1, 264, 10), (150, 40, 1), (150, 256, 5), (37, 520, 37)],
+    *[(1000, 128, 10), (70, 2048, 10), (3, 4104, 10), (3, 8192, 10)],
+  ],
+)
+def test_rms_norm(num_rows, width, num_partials, monkeypatch):
+  monkeypatch.setattr(rms_norm, "NUM_PARTIALS", num_partials)
   x, dy = random(0, num_rows, width), random(1, num_rows, width)
   scale = random(2, width, dtype=np.float32)
   want_y, want_dx, want_dscale = norm_reference(x, scale, dy)
-  assert_close(rms_norm.rms_norm(x, scale, eps=EPS), want_y, ROUND)
-  dx, dscale = rms_norm.rms_norm_backward(x, scale, dy, eps=EPS)
+  run = in_every_order if width < 1000 > num_rows else lambda f, *args: f(*args)
+  y = run(functools.partial(rms_norm.rms_norm, eps=EPS), x, scale)
+  assert_close(y, want_y, ROUND)
+  dx, dscale = run(functools.partial(rms_norm.rms_norm_backward, eps=EPS), x, scale, dy)
   assert_close(dx, want_dx, ROUND)
   assert_close(dscale, want_dscale[None], 1e-5)
 
@@ -205,21 +198,6 @@ def test_rms_norm_of_rows_that_are_not_there_without_eps(width):
   dx, dscale = rms_norm.rms_norm_backward(x, scale, dy, eps=0.0)
   for y in (rms_norm.rms_norm(x, scale, eps=0.0), dx, dscale):
     assert np.isfinite(wide(y)).all()
-
-
-@pytest.mark.parametrize(
-  ("num_rows", "width", "num_partials"), [(37, 520, 37), (150, 40, 1), (150, 256, 5)]
-)
-def test_rms_norm_is_the_same_in_every_order(num_rows, width, num_partials, monkeypatch):
-  monkeypatch.setattr(rms_norm, "NUM_PARTIALS", num_partials)
-  x, dy = random(0, num_rows, width), random(1, num_rows, width)
-  scale = random(2, width, dtype=np.float32)
-  backward = functools.partial(rms_norm.rms_norm_backward, eps=EPS)
-  dx, dscale = in_every_order(backward, x, scale, dy)
-  _, want_dx, want_dscale = norm_reference(x, scale, dy)
-  assert_close(dx, want_dx, ROUND)
-  assert_close(dscale, want_dscale[None], 1e-5)
-  in_every_order(functools.partial(rms_norm.rms_norm, eps=EPS), x, scale)
 
 
 @pytest.mark.parametrize(
@@ -304,16 +282,11 @@ def sorted_by_expert(chosen, num_experts):
 def test_sort_by_expert(tokens, choices, num_experts):
   rng = np.random.default_rng(tokens)
   chosen = rng.integers(-1, num_experts + 2, (tokens, choices)).astype(np.int32)
-  found = routing.sort_by_expert(chosen, num_experts)
+  if tokens == 700:
+    chosen[chosen > 3] = 2  # most on one expert, others empty
+  run = in_every_order if tokens < 1000 else lambda f, *args: f(*args)
+  found = run(lambda chosen: routing.sort_by_expert(chosen, num_experts), chosen)
   for got, want in zip(found, sorted_by_expert(chosen, num_experts), strict=True):
-    np.testing.assert_array_equal(got, want)
-
-
-def test_sort_by_expert_of_uneven_groups_in_every_order():
-  chosen = np.random.default_rng(0).integers(0, 12, (300, 4)).astype(np.int32)
-  chosen[chosen > 3] = 2  # most on one expert, experts from 4 on empty
-  found = in_every_order(lambda c: routing.sort_by_expert(c, 12), chosen)
-  for got, want in zip(found, sorted_by_expert(chosen, 12), strict=True):
     np.testing.assert_array_equal(got, want)
 
 
