@@ -2,8 +2,7 @@
 
 import contextlib
 import functools
-import json
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import hypothesis
 import hypothesis.strategies as st
@@ -13,8 +12,6 @@ import numpy as np
 import pytest
 from collectives import collectives
 from helpers import make_test_mesh
-from processes import run_job
-from xla_flags import QUICK, devices
 
 from ats_jax.ops.expert_exchange import ExpertCompute, host_capacity, run_experts
 from ats_jax.ops.registry import XLA
@@ -191,19 +188,6 @@ def test_further_passes_between_hosts_and_within():
   np.testing.assert_array_equal(waiting - late, [0, 0, 2 * first - room, first - room, 0, 0, 0, 0])
 
 
-def test_a_token_crosses_once_to_a_host_with_several_of_its_experts():
-  """Each has three experts there. Room is for its row: one for each choice would have to wait."""
-  case, tokens = CASES[0], np.arange(DEVICES * TOKENS)
-  host_N, left_out_N = tokens % 4, tokens // 4 % 4
-  of_host = np.array([[e for e in range(4) if e != left_out] for left_out in range(4)])
-  expert_NK = 4 * host_N[:, None] + of_host[left_out_N]
-  sent = np.bincount(host_N[:TOKENS])  # by a device, to each host
-  assert sent.max() <= room_on_a_host(case) < 3 * sent.max()
-  assert not check(
-    case, batch_of(case, 1, 0, 0.0)._replace(expert_NK=expert_NK.astype(np.int32))
-  ).any()
-
-
 def test_nothing_but_blocks_of_tokens_crosses_between_hosts():
   """In the compiled program, forward and backward, in first passes and in further ones."""
   case, rows = CASES[0], TOKENS // 2
@@ -229,51 +213,3 @@ def test_nothing_but_blocks_of_tokens_crosses_between_hosts():
   # A pass within a host moves nothing between hosts: there are loops in the loops.
   assert {one.in_loop for one in crossing} == {0, 1}
   assert {one.in_loop for one in found if one.kind == "all-gather"} == {0, 1, 2}
-
-
-# An evaluation in two processes, or in one; the number of hosts in its plan.
-STEP = """
-import json
-
-from helpers import micro_batches, random_rows, tiny_config
-
-from ats_jax.sharding.mesh import local_rows, make_mesh, on_mesh, to_global
-from ats_jax.sharding.rules import current_plan
-from ats_jax.step.program import make_program
-
-
-def step(settings):
-  cfg = tiny_config(settings)
-  mesh = make_mesh(cfg, jax.devices()[:4])
-  with on_mesh(cfg, mesh):
-    program = make_program(cfg)
-    rows = micro_batches(random_rows(cfg, cfg.data.batch_size), 1)
-    own = local_rows(mesh, cfg.data.batch_size)
-    batch = to_global({name: a[:, own] for name, a in rows.items()}, mesh)
-    first = {name: a[0] for name, a in batch.items()}
-    sums = program.eval_step(program.init().model, first, program.rules(1))
-    return current_plan().hosts, sums.tolist()
-"""
-MODEL = {
-  "model.num_layers": 1,
-  "mesh.expert": 4,
-  "moe.num_experts": 8,
-  "moe.d_ff": 16,
-  "moe.exchange.factor": 1.0,
-}
-
-
-@pytest.mark.thorough
-def test_processes_are_hosts(tmp_path):
-  settings = MODEL | {"moe.exchange": "hierarchical"}
-  report = "say(json.dumps(step(json.loads(argv[0]))))"
-  given, flags = json.dumps(settings), f"{devices(2)} {QUICK}"
-  lines = run_job(STEP + report, tmp_path, given, flags=flags)
-  names: dict[str, Any] = {"jax": jax}
-  exec(STEP, names)
-  for (line,) in lines:
-    hosts, values = json.loads(line)
-    assert hosts == 2
-  one_process, alone = names["step"](settings)
-  assert one_process == 1
-  np.testing.assert_allclose(values, alone, 1e-4)

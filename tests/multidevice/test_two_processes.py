@@ -80,9 +80,10 @@ def test_they_save_together_and_agree_on_run_and_step(folder, told):
   assert (place / "3.damaged").is_dir()
 
 
-def test_each_stage_saves_its_layers_and_each_part_of_a_row_has_its_positions(told):
+def test_what_each_has_of_layers_rows_and_experts(told):
   assert told["stages"] == [["restored"], ["restored"]]
   assert told["positions"] == [["[0, 2]"], ["[4, 6]"]]
+  assert told["hosts"] == [["hosts 2"], ["hosts 2"]]
 
 
 def test_parts_of_snapshots(told):

@@ -30,7 +30,8 @@ from ats_jax.config.schema import CheckpointConfig
 from ats_jax.orchestrator.actions import Rollback
 from ats_jax.orchestrator.policy.state import Decision, PolicyState
 from ats_jax.orchestrator.record.ledger import check_agreement
-from ats_jax.sharding.mesh import local_rows, to_global
+from ats_jax.sharding.mesh import local_rows, make_mesh, on_mesh, to_global
+from ats_jax.sharding.rules import current_plan
 from ats_jax.store import paths, shared_folder
 
 type Say = Callable[..., None]
@@ -203,6 +204,15 @@ def positions(rank: int, folder: Path, say: Say) -> None:
     say(str(sorted(s.index[2].start or 0 for s in x.addressable_shards)))
 
 
+def hosts(rank: int, folder: Path, say: Say) -> None:
+  """Each is a host of an exchange of tokens, whose plan of rows goes by processes."""
+  del rank, folder
+  exchange = {"mesh.expert": 4, "moe.num_experts": 8, "moe.exchange": "hierarchical"}
+  cfg = tiny_config(exchange)
+  with on_mesh(cfg, make_mesh(cfg)):
+    say("hosts", current_plan().hosts)
+
+
 def snapshots(rank: int, folder: Path, say: Say) -> None:
   """Parts of snapshots on their own disks: replicas of each other, then halves of a matrix."""
   cfg = CheckpointConfig(local_every=1, local_dir=str(folder / str(rank)))
@@ -247,7 +257,7 @@ def snapshots(rank: int, folder: Path, say: Say) -> None:
       shutil.rmtree(folder / str(rank), ignore_errors=True)
 
 
-STORIES = (folders_and_clocks, agreement, checkpoints, stages, positions, snapshots)
+STORIES = (folders_and_clocks, agreement, checkpoints, stages, positions, hosts, snapshots)
 
 
 def tell(rank: int, folder: Path) -> None:
