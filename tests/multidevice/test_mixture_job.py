@@ -26,6 +26,16 @@ SETTINGS = {
   "data.batch_size": BATCH_SIZE,
   "data.num_workers": 1,
 }
+# The same as a stream, which `exact` cannot filter.
+STREAM = {name: value for name, value in SETTINGS.items() if name != "data.filters"} | {
+  "data.reading": {"name": "streaming", "window_mb": 0.001},
+  "data.validation_fraction": 0.0,
+  "data.phases": (
+    {"weights": {"web": 3, "code": 1}, "steps": 3},
+    {"weights": {"web": 1, "talk": 2}},
+  ),
+}
+OF_STREAM = 8  # batches that two processes read of it
 # What each process reads in training, written down.
 PROCESS = """
 import json
@@ -35,13 +45,13 @@ from ats_jax.data.sources import open_data
 from ats_jax.train.feed import train_feed
 from ats_jax.sharding.mesh import make_mesh
 
-settings, folder, count = json.loads(argv[0]), argv[1], int(argv[2])
-cfg = tiny_config(settings)
-train_set, _ = open_data(cfg.data, cfg.seed)
-with jax.set_mesh(make_mesh(cfg)), train_feed(cfg, train_set, tells=True) as batches:
-  for k in range(count):
-    np.savez(f"{folder}/{rank}-{k}.npz", **next(batches))
-  say(json.dumps(batches.position()))
+for folder, settings, count in json.loads(argv[0]):
+  cfg = tiny_config(settings)
+  train_set, _ = open_data(cfg.data, cfg.seed)
+  with jax.set_mesh(make_mesh(cfg)), train_feed(cfg, train_set, tells=True) as batches:
+    for k in range(count):
+      np.savez(f"{folder}/{rank}-{k}.npz", **next(batches))
+    say(json.dumps(batches.position()))
 """
 
 
@@ -77,20 +87,30 @@ class Recorded:
 
 @pytest.mark.thorough
 def test_two_processes_and_then_one_read_each_token_once(sources, tmp_path):
-  settings = SETTINGS | {"data.sources": sources, "data.cache_dir": f"{tmp_path}/cache"}
-  cfg = tiny_config(settings)
-  ds, _ = open_data(cfg.data, cfg.seed)
-  rows = next(r for r in itertools.count() if min(ds.progress(r).passes.values()) >= 1)
-  count = -(-rows // BATCH_SIZE)
+  """Of a stream they read what one process reads, which goes on without their windows."""
+  folders = tmp_path / "rows", tmp_path / "stream"
+  rows, stream = (
+    settings | {"data.sources": sources, "data.cache_dir": f"{tmp_path}/cache"}
+    for settings in (SETTINGS, STREAM)
+  )
+  ds, _ = open_data(tiny_config(rows).data, 0)
+  number = next(r for r in itertools.count() if min(ds.progress(r).passes.values()) >= 1)
+  count = -(-number // BATCH_SIZE)
   assert count > 6
-  alone = {**settings, "data.cache_dir": f"{tmp_path}/of-the-job"}  # both prepare it at once
-  said = run_job(PROCESS, tmp_path, json.dumps(alone), tmp_path, count // 2)
-  positions = [json.loads(lines[-1]) for lines in said]
+  for folder in folders:
+    folder.mkdir()
+  of_job = {"data.cache_dir": f"{tmp_path}/of-the-job"}  # both prepare it at once
+  jobs = [
+    (str(folders[0]), rows | of_job, count // 2),
+    (str(folders[1]), stream | of_job, OF_STREAM),
+  ]
+  said = run_job(PROCESS, tmp_path, json.dumps(jobs))
+  of_rows, of_stream = zip(*[map(json.loads, lines) for lines in said], strict=True)
 
   def batches(data, *, position, local_rows, **arguments):
     if data is ds and position is None:
       rank = int(local_rows[0] > 0)
-      return Recorded(tmp_path, rank, positions[rank])
+      return Recorded(folders[0], rank, of_rows[rank])
     return TrainBatches(data, position=position, local_rows=local_rows, **arguments)
 
   phases = (ReadingPhase(2, 1, 0.5), ReadingPhase(1, 1, 1.0))
@@ -98,36 +118,20 @@ def test_two_processes_and_then_one_read_each_token_once(sources, tmp_path):
   assert (result.difference, result.lost, result.repeated) == ("", 0, 0)
   assert result.targets == ds.info.num_tokens and result.batches == count
 
-
-@pytest.mark.thorough
-def test_two_processes_share_the_windows_of_a_stream(sources, tmp_path):
-  """They read what one process reads, and one goes on where they ended, without their windows."""
-  settings = {k: v for k, v in SETTINGS.items() if k != "data.filters"}
-  settings |= {
-    "data.sources": sources, "data.reading": {"name": "streaming", "window_mb": 0.001},
-    "data.validation_fraction": 0.0,
-    "data.phases": (
-      {"weights": {"web": 3, "code": 1}, "steps": 3}, {"weights": {"web": 1, "talk": 2}},
-    ),
-    "data.cache_dir": f"{tmp_path}/cache",
-  }  # fmt: skip
-  said = run_job(PROCESS, tmp_path, json.dumps(settings), tmp_path, 8)
-  positions = [json.loads(lines[-1]) for lines in said]
-  assert positions[0] == positions[1] and set(positions[0]["parts"]) == {"web", "code", "talk"}
-  cfg = tiny_config(settings | {"data.cache_dir": f"{tmp_path}/another"})
+  assert of_stream[0] == of_stream[1] and set(of_stream[0]["parts"]) == {"web", "code", "talk"}
 
   def read(count, position=None):
-    ds, _ = open_data(cfg.data, cfg.seed)
+    ds, _ = open_data(tiny_config(stream).data, 0)
     with TrainBatches(
       ds, position=position, accum_steps=1, batch_size=BATCH_SIZE, num_workers=0, prefetch=2,
       local_rows=np.arange(BATCH_SIZE),
     ) as batches:  # fmt: skip
       return [next(batches) for _ in range(count)]
 
-  whole = read(10)
-  for k, batch in enumerate(whole[:8]):
-    halves = [np.load(tmp_path / f"{rank}-{k}.npz") for rank in (0, 1)]
+  whole = read(OF_STREAM + 2)
+  for k, batch in enumerate(whole[:OF_STREAM]):
+    halves = [np.load(folders[1] / f"{rank}-{k}.npz") for rank in (0, 1)]
     for name, values in batch.items():
       np.testing.assert_array_equal(np.concatenate([h[name] for h in halves], 1), values)
-  for one, other in zip(whole[8:], read(2, positions[1]), strict=True):
+  for one, other in zip(whole[OF_STREAM:], read(2, of_stream[1]), strict=True):
     np.testing.assert_array_equal(one["tokens"], other["tokens"])
