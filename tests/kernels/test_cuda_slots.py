@@ -83,33 +83,30 @@ def test_a_slot_takes_and_gives_what_xla_does(case, name):
     assert error <= (BF16_ERROR if x.dtype == jnp.bfloat16 else F32_ERROR)
 
 
-def lowered_for_cuda(case, slots):
-  """The program of each pass, without a GPU."""
-  texts = []
+def traced(case, slots):
+  """The program of each pass."""
   with jax.set_mesh(make_test_mesh(1, 1, 1)):
     for name in case.passes:
       args = jax.eval_shape(functools.partial(case.arguments, name, 0))
-      traced = jax.jit(case.compute(name, slots)).trace(*args)
-      texts.append(traced.lower(lowering_platforms=("cuda",)).as_text())
-  return texts
+      yield jax.jit(case.compute(name, slots)).trace(*args)
 
 
 def test_real_shapes_call_every_target_of_the_library():
   called = set()
   for case in (c for c in real_cases() if c.op in CUDA):
-    for text in lowered_for_cuda(case, kernels_of(case.op, "cuda")):
+    for program in traced(case, kernels_of(case.op, "cuda")):
+      text = program.lower(lowering_platforms=("cuda",)).as_text()  # without a GPU
       called.update(re.findall(r"@(ats_\w+)\(", text))
   assert called == set(library.TARGETS)
 
 
 @pytest.mark.parametrize(("kernel", "tile"), [("cuda", ("block_n", 256)), ("mosaic", ("strip", 8))])
-@pytest.mark.thorough
 def test_tiles_reach_the_grouped_matmul(kernel, tile):
   case = grouped_matmul_case(1024, 4, 128, 256)
   slots = kernels_of("grouped_matmul", kernel)
   tiled = dataclasses.replace(slots, tiles=(tile,))
-  pairs = zip(lowered_for_cuda(case, slots), lowered_for_cuda(case, tiled), strict=True)
-  assert [a != b for a, b in pairs] == [True] * 3
+  pairs = zip(traced(case, slots), traced(case, tiled), strict=True)
+  assert [str(a.jaxpr) != str(b.jaxpr) for a, b in pairs] == [True] * 3
 
 
 def test_on_a_mesh_the_kernel_sees_blocks():
@@ -169,7 +166,7 @@ def test_the_loss_is_that_of_xla(shape, calls):
     for with_grads in (False, True):
       called, got = run(kernels_of("linear_cross_entropy", "cuda"), with_grads)
       assert called == calls
-      for a, b in zip(got, run(XLA, with_grads)[1], strict=True):
+      for a, b in zip(got, run(XLA, with_grads)[1], strict=True) if calls else ():
         np.testing.assert_allclose(np.linalg.norm(a - b), 0, atol=4e-3 * np.linalg.norm(b))
 
 
