@@ -192,6 +192,7 @@ def test_eight_bits_weight_gradient():
   assert_close(dw, 0.25 * reference.grouped_matmul_dw(x, dy, sizes), EXACT)
 
 
+@pytest.mark.thorough
 def test_eight_bits_come_out_as_bfloat16():
   x, w = operand(0, 128, 128, dtype=E4M3), operand(1, 1, 128, 128, dtype=E4M3)
   make = functools.partial(grouped_matmul, transpose_w=True)

@@ -1,6 +1,8 @@
 """Collectives of a compiled program, read from its HLO text."""
 
+import math
 import re
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -20,23 +22,15 @@ _COLLECTIVE = re.compile(rf"= (.*?) ({'|'.join(KINDS)})(?:-start)?\((.*?)\)")
 
 
 class Array(NamedTuple):
-  """A result of a collective, on one device.
+  """A result of a collective, on one device."""
 
-  Attributes:
-    dtype: as HLO names it.
-    shape: its dimensions.
-  """
-
-  dtype: str
+  dtype: str  # as HLO names it
   shape: tuple[int, ...]
 
   @property
   def size(self) -> int:
     """How many elements it has."""
-    product = 1
-    for length in self.shape:
-      product *= length
-    return product
+    return math.prod(self.shape)
 
   @property
   def bytes(self) -> int:
@@ -45,21 +39,13 @@ class Array(NamedTuple):
 
 
 class Collective(NamedTuple):
-  """One collective of a program; XLA may have combined several into it.
+  """One collective of a program; XLA may have combined several into it."""
 
-  Attributes:
-    kind: one of KINDS.
-    arrays: its results.
-    in_loop: how many loops are around it.
-    op: where it comes from, by `op_name` of its metadata.
-    groups: the devices that take part, as HLO writes them.
-  """
-
-  kind: str
-  arrays: tuple[Array, ...]
-  in_loop: int
-  op: str
-  groups: str
+  kind: str  # of KINDS
+  arrays: tuple[Array, ...]  # its results
+  in_loop: int  # how many loops are around it
+  op: str  # where it comes from, by `op_name` of its metadata
+  groups: str  # the devices that take part, as HLO writes them
 
   @property
   def bytes(self) -> int:
@@ -88,15 +74,8 @@ def collectives(text: str) -> list[Collective]:
         )
         op = re.search(r'op_name="([^"]*)"', line)
         groups = re.search(r"replica_groups=(\S+)", line)
-        found.append(
-          Collective(
-            match[2],
-            arrays,
-            depth.get(name, 0),
-            op[1] if op else "",
-            groups[1].rstrip(",") if groups else "",
-          )
-        )
+        of_line = op[1] if op else "", groups[1].rstrip(",") if groups else ""
+        found.append(Collective(match[2], arrays, depth.get(name, 0), *of_line))
   return found
 
 
@@ -126,3 +105,13 @@ def traced_step(cfg: Config, mesh: jax.sharding.Mesh) -> Any:
   rows = random_rows(cfg, cfg.data.batch_size)
   batch = to_global(micro_batches(rows, cfg.step.accum_steps), mesh)
   return program.train_step.trace(program.init(abstract=True), batch, program.training_rules(1))
+
+
+def every_equation(jaxpr: Any) -> Iterator[Any]:
+  """Of a jaxpr and of those inside its equations."""
+  is_jaxpr = lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
+  for eqn in jaxpr.eqns:
+    yield eqn
+    for param in jax.tree.leaves(tuple(eqn.params.values()), is_leaf=is_jaxpr):
+      if is_jaxpr(param):
+        yield from every_equation(getattr(param, "jaxpr", param))

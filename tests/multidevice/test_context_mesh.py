@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from collectives import Collective, collectives, compiled_step
+from collectives import collectives, compiled_step
 from equality import CFG, ROWS, RTOL, mesh_of
 from helpers import pack, tiny_config
 
@@ -63,28 +63,22 @@ SMALL = 256  # bytes: metrics and norms
 WEIGHTS, WIDTH = 7, 32  # matrices of a layer; of an activation
 
 
-@functools.cache
-def found(remat: str) -> list[Collective]:
-  changes = {"step.accum_steps": 1, "step.remat": remat, "model.num_layers": 3}
+@pytest.mark.mesh
+def test_a_layer_swaps_four_arrays_each_way_and_gathers_no_activations():
+  """Queries, keys, values and the output; the forward pass swaps again what remat does not keep."""
+  changes = {"step.accum_steps": 1, "step.remat": "qkv", "model.num_layers": 3}
   cfg, mesh = tiny_config(CFG | changes), mesh_of({"context": 2})
   with on_mesh(cfg, mesh):
     every = collectives(compiled_step(cfg, mesh).as_text())
-  return [c for c in every if c.bytes > SMALL]
-
-
-@pytest.mark.mesh
-@pytest.mark.parametrize(("remat", "again"), [("none", 0), ("qkv", 1)])
-def test_a_layer_swaps_four_arrays_each_way_and_gathers_no_activations(remat, again):
-  """Queries, keys, values and the output; the forward swaps again what remat does not keep."""
-  every = found(remat)
-  kinds = {c.kind for c in every}
+  every = [c for c in every if c.bytes > SMALL]
   swaps = [c for c in every if c.kind == "all-to-all" and c.in_loop]
-  assert len(swaps) == 8 + again
+  assert len(swaps) == 8 + 1
   # Gradients are summed, of a layer in the loop: nothing of a stack or of tokens.
   # Weights are gathered there, twice; before it the head, ids of segments and of tokens.
   gathered = [(a.size, c.in_loop) for c in every if c.kind == "all-gather" for a in c.arrays]
   assert Counter(in_loop for _, in_loop in gathered) == {0: 3, 1: 2 * WEIGHTS}
   assert max(size for size, _ in gathered) < ROWS * 16 * WIDTH
+  kinds = {c.kind for c in every}
   assert kinds == {"all-to-all", "all-gather", "all-reduce", "reduce-scatter"}
   summed = {a.shape for c in every if c.kind == "all-reduce" for a in c.arrays}
   assert not any(ROWS in shape[:1] for shape in summed)

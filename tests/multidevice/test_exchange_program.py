@@ -93,9 +93,7 @@ def test_bins_travel_to_the_experts_and_back():
   assert shapes == [(2 * TOKENS, WIDTH)] * 2  # of a tuple, one a device
 
 
-@pytest.mark.parametrize(
-  "how", ["allgather", *(pytest.param(h, marks=pytest.mark.mesh) for h in ("bins", "hierarchical"))]
-)
+@pytest.mark.parametrize("how", ["allgather", pytest.param("hierarchical", marks=pytest.mark.mesh)])
 def test_the_shared_expert_and_the_exchange_do_not_wait_for_each_other(how):
   """So that a scheduler can run them at the same time."""
   f = with_gradients
