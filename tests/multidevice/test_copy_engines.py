@@ -23,6 +23,7 @@ LAYERS, WAYS, MATRICES = 2, 4, 7
 OF_TABLE = 64 * 32  # and of the head
 
 
+@pytest.mark.mesh
 def test_each_shard_is_sent_once_to_each_other_device():
   small = {"model.num_layers": LAYERS, "step.scan_unroll": LAYERS, "step.accum_steps": 1}
   small |= {"mesh.fsdp": WAYS, "mesh.copy_engines": True, "mesh.keep_gathered": True}

@@ -64,6 +64,7 @@ def collectives_of(changes):
   return [a for c in every if c.kind == "all-gather" for a in c.arrays]
 
 
+@pytest.mark.mesh
 def test_matrices_are_gathered_as_bytes():
   gathered = [a for a in collectives_of({}) if len(a.shape) > 1]
   number = Counter(a.dtype for a in gathered if a.dtype != "s32")  # those are tokens
