@@ -120,6 +120,7 @@ def test_on_a_mesh_the_kernel_sees_blocks():
   np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (got, want)), atol=1e-2)
 
 
+@pytest.mark.thorough
 def test_linear_layers_in_eight_bits_are_those_of_xla():
   draw = lambda i, *shape: jax.random.normal(jax.random.key(i), shape, jnp.bfloat16)
   policy = jax.checkpoint_policies.save_only_these_names(FP8_MAXIMA)

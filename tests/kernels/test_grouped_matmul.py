@@ -62,13 +62,14 @@ def assert_close(got, want, tolerance):
 ROUNDED, EXACT = 4e-3, 1e-6  # a row at a time: bf16 rounds to 2e-3; its products are exact in fp32
 
 
-@pytest.mark.parametrize("sizes", [AROUND_A_TILE, NO_ROWS], ids=str)
+@pytest.mark.parametrize("sizes", thorough_but([AROUND_A_TILE, NO_ROWS], 0), ids=str)
 def test_forward(sizes):
   x, w = operand(0, M, K, rows=sum(sizes)), operand(1, len(sizes), K, N)
   y = simulated(grouped_matmul, x, w, jnp.array(sizes))
   assert_close(y, reference.grouped_matmul(x, w, sizes), ROUNDED)
 
 
+@pytest.mark.thorough
 def test_input_gradient():
   dy, w = operand(0, M, N, rows=sum(EIGHT)), operand(1, len(EIGHT), K, N)
   dx = simulated(grouped_matmul, dy, w, jnp.array(EIGHT), transpose_w=True)

@@ -135,6 +135,7 @@ def permutes(every: list[Collective]) -> int:
   return sum(c.kind == "collective-permute" for c in every)
 
 
+@pytest.mark.mesh
 def test_keys_and_values_go_round_once_a_pass():
   """Of n = 4 devices; to the owners of chunks and back it takes two permutations an array."""
   q, k, v, _, dy = arrays(2)
