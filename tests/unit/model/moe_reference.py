@@ -3,7 +3,6 @@
 import math
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 # Of a router; all but the first two come with spare slots.
@@ -12,16 +11,16 @@ BUFFERS = ("bias_E", "load_E", "active_S", "side_S", "direction_SD", "penalty_S"
 
 def weights_of(moe: Any) -> dict[str, Any]:
   """The arrays of a module, or of its gradient."""
-  found = {"router": moe.router.weight[...]}
+  found = {"router": moe.router.weight}
   for name in ("gate", "up", "down"):
-    found[name] = getattr(moe, name).weight[...]
+    found[name] = getattr(moe, name).weight
     if (bias := getattr(moe, name).bias) is not None:
-      found[f"{name}_bias"] = bias[...]
+      found[f"{name}_bias"] = bias
   if moe.router.offset is not None:
-    found["offset"] = moe.router.offset[...]
+    found["offset"] = moe.router.offset
   if moe.shared is not None:
-    found |= {f"shared_{n}": getattr(moe.shared, n).weight[...] for n in ("gate", "up", "down")}
-  return found
+    found |= {f"shared_{n}": getattr(moe.shared, n).weight for n in ("gate", "up", "down")}
+  return {name: np.asarray(array[...]) for name, array in found.items()}
 
 
 def buffers_of(moe: Any) -> dict[str, np.ndarray]:
@@ -31,7 +30,7 @@ def buffers_of(moe: Any) -> dict[str, np.ndarray]:
 
 
 def silu(x):
-  return x / (1 + jnp.exp(-x))
+  return x / (1 + np.exp(-x))
 
 
 def feed_forward(model, x, weights):
@@ -40,10 +39,10 @@ def feed_forward(model, x, weights):
   gate, up = plus("gate", x), plus("up", x)
   if model.activation == "clamped":
     gate, up = (
-      jnp.minimum(gate, model.gate_limit),
-      jnp.clip(up, -model.gate_limit, model.gate_limit),
+      np.minimum(gate, model.gate_limit),
+      np.clip(up, -model.gate_limit, model.gate_limit),
     )
-    return plus("down", gate / (1 + jnp.exp(-model.gate_slope * gate)) * (1 + up))
+    return plus("down", gate / (1 + np.exp(-model.gate_slope * gate)) * (1 + up))
   return plus("down", silu(gate) * up)
 
 
@@ -62,26 +61,26 @@ def logits_of(cfg, x_D, weights, buffers):
   if cfg.spare_experts:
     side_S = buffers["side_S"]
     along_S = buffers["direction_SD"] @ x_D
-    on_its_side_S = jnp.where(side_S > 0, along_S >= 0, along_S < 0) | (side_S == 0)
-    loss_S = jnp.where(on_its_side_S, 0.0, buffers["penalty_S"])
-    logits_E -= jnp.append(loss_S, jnp.zeros(cfg.null_experts))
-  return jnp.where(is_open(cfg, buffers) & (logits_E > -1e29), logits_E, -jnp.inf)
+    on_its_side_S = np.where(side_S > 0, along_S >= 0, along_S < 0) | (side_S == 0)
+    loss_S = np.where(on_its_side_S, 0.0, buffers["penalty_S"])
+    logits_E -= np.append(loss_S, np.zeros(cfg.null_experts))
+  return np.where(is_open(cfg, buffers) & (logits_E > -1e29), logits_E, -np.inf)
 
 
 def scores_of(cfg, logits_E):
   if cfg.score == "sigmoid":
-    return 0.5 * (1 + jnp.tanh(logits_E / 2))
-  return jnp.exp(logits_E) / jnp.sum(jnp.exp(logits_E))
+    return 0.5 * (1 + np.tanh(logits_E / 2))
+  return np.exp(logits_E) / np.sum(np.exp(logits_E))
 
 
 def choose(cfg, bias_E, logits_E) -> list[int]:
   """The experts of one token, best first."""
   if cfg.bias_on == "scores":
-    scores_E = np.asarray(scores_of(cfg, jnp.asarray(logits_E))) + np.asarray(bias_E)
-    biased_E = np.where(np.isfinite(np.asarray(logits_E)), scores_E, -np.inf)
+    scores_E = scores_of(cfg, logits_E) + bias_E
+    biased_E = np.where(np.isfinite(logits_E), scores_E, -np.inf)
   else:
-    biased_E = np.asarray(logits_E) + np.asarray(bias_E)
-    scores_E = np.asarray(scores_of(cfg, jnp.asarray(biased_E)))
+    biased_E = logits_E + bias_E
+    scores_E = scores_of(cfg, biased_E)
   biased = {e: biased_E[e] for e in np.flatnonzero(biased_E > -np.inf).tolist()}
   if cfg.num_groups > 1:
     size = slots(cfg) // cfg.num_groups
@@ -122,11 +121,11 @@ def route(cfg, x_D, weights, buffers, noise_E=None, choices=None) -> tuple[Any, 
     total = sum(chosen.values())
     chosen = {e: s / total for e, s in chosen.items()}
   gates = {e: cfg.route_scale * s for e, s in chosen.items()}
-  return logits_E, scores_E / jnp.sum(scores_E), gates
+  return logits_E, scores_E / np.sum(scores_E), gates
 
 
 def plan(cfg, x, weights, buffers, valid, noise=None, *, dropping: bool):
-  """What is decided before anything is differentiated: choices and kept choices [batch][seq]."""
+  """What is decided, whatever the weights become: choices and kept choices [batch][seq]."""
   chosen, kept = [], []
   for b in range(len(x)):
     row = []
@@ -139,14 +138,14 @@ def plan(cfg, x, weights, buffers, valid, noise=None, *, dropping: bool):
 
 
 def mixture(cfg, model, x, weights, buffers, valid, decided):
-  """Output [batch, seq, d_model], and `MoEStats` as a dict; differentiable in x and weights."""
+  """Output [batch, seq, d_model], and `MoEStats` as a dict."""
   chosen, kept = decided
   num_open = int(np.sum(is_open(cfg, buffers)))
   load_E, rows = np.zeros(slots(cfg) + cfg.null_experts), []
   stats = dict.fromkeys(("balance", "sequence_balance", "z", "entropy", "confidence"), 0.0)
   for b in range(x.shape[0]):
     tokens = [t for t in range(x.shape[1]) if valid[b, t]]
-    share_E, mean_E, row = np.zeros_like(load_E), 0.0, [jnp.zeros(x.shape[2])] * x.shape[1]
+    share_E, mean_E, row = np.zeros_like(load_E), 0.0, np.zeros(x.shape[1:])
     for t in tokens:
       logits_E, probs_E, gates = route(cfg, x[b, t], weights, buffers, None, chosen[b][t])
       for e, gate in gates.items():
@@ -159,14 +158,14 @@ def mixture(cfg, model, x, weights, buffers, valid, decided):
         shared = {n: weights[f"shared_{n}"] for n in ("gate", "up", "down")}
         row[t] += feed_forward(model, x[b, t], shared)
       mean_E += probs_E / len(tokens)
-      stats["balance"] += num_open * jnp.sum(buffers["load_E"] * probs_E)
-      stats["z"] += jnp.log(jnp.sum(jnp.exp(logits_E))) ** 2
-      stats["entropy"] -= jnp.sum(probs_E * jnp.log(jnp.maximum(probs_E, 1e-300)))
-      stats["confidence"] += jnp.max(probs_E)
-    stats["sequence_balance"] += num_open * jnp.sum(share_E * mean_E)
-    rows.append(jnp.stack(row))
+      stats["balance"] += num_open * np.sum(buffers["load_E"] * probs_E)
+      stats["z"] += np.log(np.sum(np.exp(logits_E))) ** 2
+      stats["entropy"] -= np.sum(probs_E * np.log(np.maximum(probs_E, 1e-300)))
+      stats["confidence"] += np.max(probs_E)
+    stats["sequence_balance"] += num_open * np.sum(share_E * mean_E)
+    rows.append(row)
   count = lambda a: sum(e < slots(cfg) for row in a for token in row for e in token)
-  return jnp.stack(rows), stats | {
+  return np.stack(rows), stats | {
     "tokens": float(np.sum(valid)),
     "load_E": load_E,
     "dropped": float(count(chosen) - count(kept)),

@@ -165,10 +165,10 @@ def reference(p, x, cfg, training, given=None):
 # The model.
 
 
-def make_block(cfg, mod: bool = True, dtype: str = "float64") -> Block:
+def make_block(cfg, dtype: str = "float64") -> Block:
   dtypes = dict(param_dtype=jnp.dtype(dtype), compute_dtype=jnp.dtype(dtype))
   num = dataclasses.replace(numerics(cfg), **dtypes)
-  kind = LayerKind(moe=False, mod=mod)
+  kind = LayerKind(moe=False, mod=True)
   return jax.jit(lambda key: Block(cfg, num, nnx.Rngs(params=key), kind))(jax.random.key(1))
 
 
@@ -324,26 +324,6 @@ def test_random_routing_draws_anew_in_training_and_by_position_in_evaluation(mes
   assert 30 < int((first & other)[0].sum()) < 80
 
 
-def test_with_room_for_all_it_is_the_dense_block_with_a_gate(mesh):
-  cfg = tiny_config(SMALL | {"mod.routing": "learned", "mod.capacity": 1.0})
-  some, dense = (make_block(cfg, mod, "float32") for mod in (True, False))
-  weights = by_name(some)
-  for name, weight in by_name(dense).items():
-    np.testing.assert_array_equal(weights[name], weight)
-  x = np.random.default_rng(0).standard_normal((*SEGMENTS.shape, 16)).astype(np.float32)
-  for training in (True, False):
-    rules = Pass(training, 1.0)
-    run = jax.jit(lambda block, r=rules: call(block, x, cfg, r))
-    got, stats, went = run(some)
-    want, _, _ = run(dense)
-    np.testing.assert_array_equal(went, VALID)
-    assert stats.routed == stats.tokens == VALID.sum() and stats.overflow == stats.rows == 0
-    root = np.sqrt((x.astype(np.float64) ** 2).mean(-1, keepdims=True) + 1e-6)
-    gate = 1 / (1 + np.exp(-(x / root @ weights["depth.weight"])))[..., None]
-    gated = x + gate * (np.asarray(want) - x)
-    np.testing.assert_allclose(np.asarray(got)[VALID], gated[VALID], 2e-5, 2e-5)
-
-
 # The choice alone: x has unit RMS and its first element is the score.
 WIDTH, ROWS = 8, 3
 
@@ -381,8 +361,8 @@ def chooser(training: bool, has_room: bool):
   return run
 
 
-@pytest.mark.parametrize(("training", "has_room"), [(True, False), (False, False), (False, True)])
-@hypothesis.settings(max_examples=40)
+@pytest.mark.parametrize(("training", "has_room"), [(True, False), (False, True)])
+@hypothesis.settings(max_examples=20)
 @hypothesis.given(
   levels=st.lists(st.integers(-1, 2), min_size=ROWS * SEQ, max_size=ROWS * SEQ),
   lengths=st.lists(st.integers(0, SEQ), min_size=ROWS, max_size=ROWS),

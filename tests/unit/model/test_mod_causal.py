@@ -7,7 +7,7 @@ import canonical
 import jax
 import numpy as np
 import pytest
-from helpers import micro_batches, pack, random_rows, thorough_but, tiny_config
+from helpers import micro_batches, pack, random_rows, tiny_config
 
 from ats_jax.model.forward_pass import Pass, rules_at
 from ats_jax.model.stats import by_layer
@@ -26,14 +26,7 @@ mod = lambda routing, scope="block", decision="threshold": MOD | {
 VARIANTS = {
   "hybrid": MOE | mod("learned"),
   "predictor": mod("learned", "ffn", "predictor"),
-  "random": mod("random"),
-  "static": mod("static", "ffn"),
-  "experts": MOE
-  | {"moe.dispatch": "capacity", "moe.drop_policy": "weight", "moe.capacity_factor": 0.5},
 }
-# What training's choice follows: the tokens to come; or only how many there are.
-FOLLOWS_TOKENS = ("hybrid", "experts")
-FOLLOWS_LENGTH = (*FOLLOWS_TOKENS, "random")
 
 
 @functools.cache
@@ -89,7 +82,7 @@ def is_past(rows):
   return (np.arange(SEQ) < CUTS[:, None]) & (rows["segment_ids"] > 0)
 
 
-@pytest.mark.parametrize("name", thorough_but([*VARIANTS], 0, 1))
+@pytest.mark.parametrize("name", VARIANTS)
 def test_later_tokens_leave_earlier_logits_as_they_are(mesh, name):
   cfg, rows = config(name), random_rows(config(name), ROWS, seed=2)
   model, past = settled(name, rows), is_past(rows)
@@ -102,12 +95,11 @@ def test_later_tokens_leave_earlier_logits_as_they_are(mesh, name):
   if stats.depth_L is not None:  # some tokens go through, others do not
     assert (np.asarray(stats.depth_L) > 0).sum() >= 2
 
-  if name in FOLLOWS_LENGTH or name == "static":  # the test bites where the rule does look ahead
+  if name == "hybrid":  # the test bites where the rule does look ahead
     key = jax.random.key(0)
     run = lambda r: np.asarray(logits_of(model, r, rules_of(cfg, True), key)[0])[past]
-    want, with_others, with_none = map(run, (rows, *futures(rows)))
-    assert (with_others != want).any() == (name in FOLLOWS_TOKENS)
-    assert (with_none != want).any() == (name in FOLLOWS_LENGTH)
+    want, *changed = map(run, (rows, *futures(rows)))
+    assert all((logits != want).any() for logits in changed)
 
 
 def test_the_eval_step_does_not_look_ahead(mesh):
@@ -160,7 +152,7 @@ def train(cfg, only=None):
   state, rows, still = program.init(), [], None
   for step in range(cfg.num_steps):
     state, metrics = program.train_step(
-      state, micro_batches(learnable(cfg, step), 1), program.training_rules(1)
+      state, micro_batches(learnable(cfg, step), 1), program.training_rules(step + 1)
     )
     if only and step >= cfg.num_steps // 2:
       still = still or jax.tree.map(np.asarray, state.model)
@@ -172,29 +164,12 @@ def train(cfg, only=None):
 
 
 @pytest.mark.thorough
-def test_the_threshold_comes_to_choose_what_training_chooses(mesh):
-  steps = {"num_steps": 200, "optimizer.learning_rate": 1e-3}
-  cfg = tiny_config(TRAINED | steps)
-  _, state, values = train(cfg)
-  np.testing.assert_allclose(values["mod/routed"], 0.25, 1e-6)
-  assert values["train/loss"][-10:].mean() < values["train/loss"][0] - 1.5
-  assert values["mod/agreement"][0] == 0.25  # all pass before the first update
-  assert values["mod/agreement"][-20:].mean() > 0.9  # 0.75 if none passed
-  shares = []
-  for seed in range(4):  # rows that training has not seen
-    _, stats = logits_of(state.model, learnable(cfg, 1000 + seed), rules_of(cfg, False))
-    mod_stats = by_layer(stats, state.model.layout, "mod")
-    shares.append(mod_stats.routed / mod_stats.tokens)
-  assert 0.18 < np.mean(shares) < 0.32
-
-
-@pytest.mark.thorough
 def test_the_predictor_learns_a_router_that_stands_still(mesh):
   # It follows a router that moves with a delay, which grows with the learning rate.
-  steps = {"num_steps": 160, "optimizer.learning_rate": 1e-2, "mod.decision": "predictor"}
+  steps = {"num_steps": 120, "optimizer.learning_rate": 1e-2, "mod.decision": "predictor"}
   _, _, values = train(tiny_config(TRAINED | steps), only="predict")
   assert np.isfinite(values["train/loss"]).all()
-  moving, still = values["mod/agreement"][60:80].mean(), values["mod/agreement"][-20:].mean()
+  moving, still = values["mod/agreement"][40:60].mean(), values["mod/agreement"][-20:].mean()
   assert still > 0.85 and still > moving + 0.1  # 0.75 if none passed
 
 
@@ -212,25 +187,24 @@ def test_capacity_falls_in_rungs():
 
 
 @pytest.mark.thorough
-def test_a_run_down_the_rungs(mesh):
-  ladder = {"mod.start_capacity": 0.5, "mod.anneal_fraction": 0.5, "mod.rungs": 1, "num_steps": 8}
-  cfg = tiny_config(TRAINED | ladder | {"optimizer.learning_rate": 1e-3})
-  program = make_program(cfg)
-  state, losses, capacities, updates, thresholds = program.init(), [], [], [], []
-  for step in range(1, cfg.num_steps + 1):
-    rules = program.training_rules(step)
-    state, metrics = program.train_step(state, micro_batches(learnable(cfg, step), 1), rules)
-    values = metrics.on_host()
-    losses.append(values["train/loss"])
-    np.testing.assert_allclose(values["mod/routed"], rules.capacity, 1e-6)
-    (depth,) = (layer.depth for layer in skipping(state.model))
-    assert depth.capacity[...] == rules.capacity == program.rules(step).capacity
-    capacities.append(rules.capacity)
-    updates.append(float(depth.updates[...][0]))
-    thresholds.append(float(depth.threshold[...][0]))
-  assert capacities == [0.5] * 4 + [0.25] * 4
-  assert updates == [1, 2, 3, 4] * 2
-  assert np.isfinite(losses).all() and losses[-1] < losses[0]
-  # The upper quartile lies above the median: the old quantile is forgotten at once.
-  assert min(thresholds[4:]) > max(thresholds[:4]) + 0.02
+def test_down_the_rungs_the_threshold_comes_to_choose_what_training_chooses(mesh):
+  ladder = {"mod.start_capacity": 0.5, "mod.anneal_fraction": 0.05, "mod.rungs": 1}
+  steps = {"num_steps": 160, "optimizer.learning_rate": 1e-3}
+  cfg = tiny_config(TRAINED | ladder | steps)
+  rungs = [0.5] * 8 + [0.25] * 152
+  program, state, values = train(cfg)
+  np.testing.assert_allclose(values["mod/routed"], rungs, 1e-6)
+  assert [program.training_rules(step).capacity for step in range(1, 161)] == rungs
+  (depth,) = (layer.depth for layer in skipping(state.model))
+  assert depth.capacity[...] == program.rules(160).capacity == 0.25
+  assert depth.updates[...] == 152  # the quantile of the other rung is forgotten
   assert program.train_step._cache_size() == 2
+  assert values["train/loss"][-10:].mean() < values["train/loss"][0] - 1.5
+  assert values["mod/agreement"][0] == 0.5  # all pass before the first update
+  assert values["mod/agreement"][-20:].mean() > 0.9  # 0.75 if none passed
+  shares = []
+  for seed in range(4):  # rows that training has not seen
+    _, stats = logits_of(state.model, learnable(cfg, 1000 + seed), rules_of(cfg, False))
+    mod_stats = by_layer(stats, state.model.layout, "mod")
+    shares.append(mod_stats.routed / mod_stats.tokens)
+  assert 0.18 < np.mean(shares) < 0.32

@@ -26,22 +26,18 @@ SMALL = {
 }
 BATCH, SEQ = 2, 6
 RTOL, ATOL = 1e-10, 1e-12  # float64; the same sums in another order
+EPS = 1e-5  # of central differences
 
 SIGMOID = {"moe.score": "sigmoid"}
 CAPACITY = {"moe.dispatch": "capacity", "moe.capacity_factor": 1.0}
 BY_WEIGHT = CAPACITY | {"moe.drop_policy": "weight"}
 FOUR = {"moe.num_experts": 4}
 CLAMPED = {"moe.expert_bias": True, "model.activation": "clamped", "model.gate_limit": 0.7}
-# The router has 8 outputs in all of them: the loops compile each operation once a shape.
 VARIANTS = {
-  "four, not renormalised": {"moe.top_k": 4, "moe.renormalize": False, "moe.temperature": 0.5}
-  | {"moe.router_bias": True},
   "as DeepSeek-V2": {"moe.num_groups": 4, "moe.top_groups": 2, "moe.group_score": "max"}
   | {"moe.renormalize": False, "moe.route_scale": 1.5, "moe.num_shared": 2},
-  "null, shared": FOUR | {"moe.null_experts": 4, "moe.num_shared": 1},
   "spare, null": {"moe.num_experts": 3, "moe.spare_experts": 2, "moe.null_experts": 3} | SIGMOID,
   "capacity, weight": BY_WEIGHT | {"moe.num_shared": 1},
-  "one, sigmoid": {"moe.top_k": 1, "moe.route_scale": 0.7} | SIGMOID,
   "noise, biases, clamped": CLAMPED
   | {"moe.noise": 1.5, "moe.temperature": 3.0, "moe.router_bias": True, "moe.num_shared": 1}
   | SIGMOID,
@@ -58,7 +54,7 @@ def make(changes, seed=0):
   cfg = tiny_config(SMALL | changes)
   num = numerics(cfg)
   num = dataclasses.replace(num, param_dtype=jnp.float64, compute_dtype=jnp.float64)
-  moe = MoE(cfg, num, nnx.Rngs(params=jax.random.key(seed)))
+  moe = jax.jit(lambda key: MoE(cfg, num, nnx.Rngs(params=key)))(jax.random.key(seed))
   rng, router = np.random.default_rng(seed), moe.router
   outputs = router.bias_E.shape[0]
   router.bias_E[...] = jnp.array(rng.normal(0, 0.2, outputs))
@@ -96,12 +92,12 @@ def objective(y, stats, cotangent):
   """Every path on which a gradient comes: the output, and the three losses."""
   get = stats.get if isinstance(stats, dict) else lambda name: getattr(stats, name)
   losses = 0.3 * get("balance") + 0.7 * get("sequence_balance") + 0.2 * get("z")
-  return jnp.sum(y * cotangent) + losses
+  return (y * cotangent).sum() + losses
 
 
 @functools.partial(jax.jit, static_argnames="training")
 def run(moe, x, valid, cotangent, *, training=True, key=None):
-  """Output, statistics, gradients by weight, gradient of x."""
+  """Output, statistics, gradient of the weights, gradient of x."""
   valid = reshard(valid, "batch", "seq")
 
   def f(params, x):
@@ -110,94 +106,91 @@ def run(moe, x, valid, cotangent, *, training=True, key=None):
     return objective(y, stats, cotangent), (y, stats)
 
   (d_params, dx), (y, stats) = jax.grad(f, argnums=(0, 1), has_aux=True)(trainable(moe), x)
-  return y, stats, reference.weights_of(d_params), dx
+  return y, stats, d_params, dx
 
 
-def run_reference(cfg, moe, x, valid, cotangent, dropping, noise):
-  # On the host and back: without shardings, which loops over rows have no use for.
-  weights = {n: jnp.array(np.asarray(w)) for n, w in reference.weights_of(moe).items()}
-  x = jnp.array(x)
+def check(cfg, moe, got, dropping=False, noise=None):
+  """Compare with loops in numpy; gradients along a random direction of each array."""
+  x, valid, cotangent = inputs()
   buffers = reference.buffers_of(moe)
-  decided = reference.plan(cfg.moe, x, weights, buffers, valid, noise, dropping=dropping)
+  arrays = reference.weights_of(moe) | {"x": x}
+  decided = reference.plan(cfg.moe, x, arrays, buffers, valid, noise, dropping=dropping)
 
-  def f(weights, x):
-    y, stats = reference.mixture(cfg.moe, cfg.model, x, weights, buffers, valid, decided)
-    return objective(y, stats, cotangent), (y, stats)
+  def mixture(arrays):
+    weights = {name: array for name, array in arrays.items() if name != "x"}
+    return reference.mixture(cfg.moe, cfg.model, arrays["x"], weights, buffers, valid, decided)
 
-  (d_weights, dx), (y, stats) = jax.grad(f, argnums=(0, 1), has_aux=True)(weights, x)
-  return y, stats, d_weights, dx
+  def slope(name, direction):
+    up, down = (
+      objective(*mixture(arrays | {name: arrays[name] + step * direction}), cotangent)
+      for step in (EPS, -EPS)
+    )
+    return (up - down) / (2 * EPS)
 
-
-def check(got, want):
-  (y, stats, d_weights, dx), (want_y, want_stats, want_d, want_dx) = got, want
+  y, stats, d_params, dx = got
+  want_y, want_stats = mixture(arrays)
   np.testing.assert_allclose(y, want_y, RTOL, ATOL)
   for name in stats._fields:
     np.testing.assert_allclose(getattr(stats, name), want_stats[name], RTOL, ATOL, err_msg=name)
-  assert d_weights.keys() == want_d.keys()
-  for name, grad in want_d.items():
-    np.testing.assert_allclose(d_weights[name], grad, RTOL, ATOL, err_msg=name)
-    assert np.abs(grad).max() > 1e-3, name
-  np.testing.assert_allclose(dx, want_dx, RTOL, ATOL)
+  gradients = reference.weights_of(merge(d_params, moe)) | {"x": np.asarray(dx)}
+  assert gradients.keys() == arrays.keys()
+  for name, gradient in gradients.items():
+    direction = np.random.default_rng(len(name)).standard_normal(gradient.shape)
+    want = slope(name, direction)
+    np.testing.assert_allclose(np.sum(gradient * direction), want, 1e-6, 1e-7, err_msg=name)
+    assert abs(want) > 1e-3, name
 
 
 @pytest.mark.parametrize(
-  "changes", thorough_but([*VARIANTS.values()], 1, 3, 4), ids=VARIANTS.keys()
+  "changes", thorough_but([*VARIANTS.values()], 0, 1, 2), ids=VARIANTS.keys()
 )
 def test_values_gradients_and_statistics(mesh, changes):
   with jax.enable_x64(True):
     cfg, moe = make(changes)
     if cfg.moe.spare_experts and cfg.moe.num_groups == 1:
       split_an_expert(moe)
-    x, valid, cotangent = inputs()
     key = noise = None
     if cfg.moe.noise:
       key = jax.random.key(3)
-      noise = jax.random.normal(key, (BATCH, SEQ, moe.router.bias_E.shape[0]))
+      noise = np.asarray(jax.random.normal(key, (BATCH, SEQ, moe.router.bias_E.shape[0])))
     dropping = cfg.moe.dispatch == "capacity"
-    want = run_reference(cfg, moe, x, valid, cotangent, dropping, noise)
-    got = run(moe, x, valid, cotangent, key=key)
-    check(got, want)
+    got = run(moe, *inputs(), key=key)
+    check(cfg, moe, got, dropping, noise)
     assert (float(got[1].dropped) > 0) == dropping  # the case is one
 
 
-@pytest.mark.parametrize("variant", ["null, shared", "capacity, weight"])
-def test_padding_goes_nowhere_and_shows_nowhere(mesh, variant):
+def test_padding_goes_nowhere_and_shows_nowhere(mesh):
   with jax.enable_x64(True):
-    _, moe = make(VARIANTS[variant])
+    _, moe = make(VARIANTS["capacity, weight"])
     x, valid, cotangent = inputs()
     want = run(moe, x, valid, cotangent)
     at_padding = lambda a, b: np.where(valid[..., None], a, b)
-    y, stats, d_weights, dx = run(
-      moe, at_padding(x, 37.0 * x[::-1]), valid, at_padding(cotangent, -5.0)
-    )
+    got = run(moe, at_padding(x, 37.0 * x[::-1]), valid, at_padding(cotangent, -5.0))
+    y, stats, _, dx = got
     assert np.all(np.asarray(y)[~valid] == 0.0) and np.all(np.asarray(dx)[~valid] == 0.0)
     assert float(stats.tokens) == valid.sum() < valid.size
-    for a, b in zip(jax.tree.leaves((y, stats, d_weights, dx)), jax.tree.leaves(want), strict=True):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
       np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("changes", [{}, SIGMOID], ids=["softmax", "sigmoid"])
-def test_the_router_of_one_choice_learns_from_the_output(mesh, changes):
+def test_the_router_of_one_choice_learns_from_the_output(mesh):
   with jax.enable_x64(True):
-    cfg, moe = make({"moe.top_k": 1} | changes)
+    cfg, moe = make({"moe.top_k": 1})
     assert cfg.moe.renormalize  # which would make every weight 1
     x, valid, cotangent = inputs()
-    of_all, of_losses = (run(moe, x, valid, c)[2]["router"] for c in (cotangent, 0.0 * cotangent))
-  assert np.abs(of_all - of_losses).max() > 0.05
+    got = run(moe, x, valid, cotangent)
+    check(cfg, moe, got)
+    of_losses = run(moe, x, valid, 0.0 * cotangent)
+    weight = lambda found: np.asarray(found[2].router.weight[...])
+  assert np.abs(weight(got) - weight(of_losses)).max() > 0.05
 
 
 def test_evaluation_drops_nothing_and_adds_no_noise(mesh):
   with jax.enable_x64(True):
-    _, tight = make(CAPACITY | {"moe.noise": 2.0})
-    _, free = make({})
-    args, key = inputs(), jax.random.key(0)
-    evaluated = run(tight, *args, training=False, key=key)
-    assert float(evaluated[1].dropped) == 0.0
-    for a, b in zip(jax.tree.leaves(evaluated), jax.tree.leaves(run(free, *args)), strict=True):
-      np.testing.assert_allclose(a, b, RTOL, ATOL)
-    trained = run(tight, *args, key=key)
-    assert float(trained[1].dropped) > 0.0
-    assert np.any(trained[1].load_E != evaluated[1].load_E)
+    cfg, moe = make(CAPACITY | {"moe.noise": 2.0})
+    got = run(moe, *inputs(), training=False, key=jax.random.key(0))
+    assert float(got[1].dropped) == 0.0
+    check(cfg, moe, got)
 
 
 @pytest.mark.parametrize(
@@ -213,33 +206,3 @@ def test_evaluation_drops_nothing_and_adds_no_noise(mesh):
 )
 def test_capacity_is_a_share_of_the_row_rounded_up(seq, top_k, factor, experts, places):
   assert expert_capacity(seq, top_k, factor, experts) == places
-
-
-@pytest.mark.parametrize(
-  ("policy", "kept"),
-  [("position", [[1, 2], [0, 1], []]), ("weight", [[4, 5], [0, 3], []])],
-)
-def test_who_keeps_a_place(mesh, policy, kept):
-  """8 tokens, 4 experts, one choice, factor 1: two places in each row, all want expert 0."""
-  strength = np.array(
-    [
-      [99, 2, 1, 3, 9, 8, 2, 1],  # the strongest of all is padding
-      [5, 4, 4, 5, 4, 5, 1, 1],  # of equal ones the first
-      [1, 2, 3, 4, 5, 6, 7, 8],  # all of it padding
-    ]
-  )
-  valid = np.ones((3, 8), bool)
-  valid[0, 0] = valid[2] = False
-  with jax.enable_x64(True):
-    _, moe = make(FOUR | CAPACITY | {"moe.top_k": 1, "moe.drop_policy": policy})
-    weight = np.zeros(moe.router.weight.shape)
-    weight[0, 0] = 1.0
-    moe.router.weight[...] = jnp.array(weight)
-    moe.router.bias_E[...] = jnp.zeros(4)
-    x = np.ones((3, 8, SMALL["model.d_model"]))
-    x[..., 0] = strength
-    y, stats, *_ = run(moe, x, valid, x)
-  got = [np.flatnonzero(row).tolist() for row in np.any(np.asarray(y) != 0, axis=-1)]
-  assert got == kept
-  assert float(stats.dropped) == 15 - 4
-  np.testing.assert_array_equal(stats.load_E, [15, 0, 0, 0])  # what was wanted

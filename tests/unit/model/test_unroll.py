@@ -18,23 +18,22 @@ from ats_jax.step.objective import loss_sums
 LAYERS = 3
 
 
-@pytest.fixture(params=[(1, 1, 1), (2, 2, 2)], ids=str)
-def any_mesh(request):
-  mesh = make_test_mesh(*request.param)
-  with jax.set_mesh(mesh):
-    yield mesh
-
-
 def body(carry, layer):
   carry = jnp.tanh(carry * layer["w"] + layer["b"])
   return carry, {"mean": jnp.mean(carry)}
 
 
-def test_the_same_as_a_scan_with_its_gradients(any_mesh):
-  sharding = jax.NamedSharding(any_mesh, jax.P(None, "fsdp"))
-  draw = lambda i: jax.device_put(
-    jax.random.normal(jax.random.key(i), (LAYERS, 8), jnp.float32), sharding
-  )
+@pytest.fixture
+def eight_devices():
+  mesh = make_test_mesh(2, 2, 2)
+  with jax.set_mesh(mesh):
+    yield mesh
+
+
+def test_the_same_as_a_scan_with_its_gradients(eight_devices):
+  sharding = jax.NamedSharding(eight_devices, jax.P(None, "fsdp"))
+  normal = lambda i: np.random.default_rng(i).standard_normal((LAYERS, 8), np.float32)
+  draw = lambda i: jax.device_put(normal(i), sharding)
   stack, start = {"w": draw(0), "b": draw(1)}, draw(2)[0]
 
   def loss(run):
@@ -112,9 +111,8 @@ def test_activations_are_fenced_weights_are_not_and_gradients_are_written_in_pla
   assert any(line.endswith(f": {places}") for line in barriers)  # not known to XLA
 
 
-def test_gathered_weights_are_gathered_again_and_gradients_are_allocated_in_parts():
-  with jax.set_mesh(make_test_mesh(2, 2, 2)):
-    model, text = gradients_for_cuda(**{"step.remat": "full"})
+def test_gathered_weights_are_gathered_again_and_gradients_are_allocated_in_parts(eight_devices):
+  model, text = gradients_for_cuda(**{"step.remat": "full"})
   weight = model.segments[0].layers[0].mlp.gate.weight.get_value()
   one = "x".join(map(str, weight.shape[1:]))
   assert any(f"tensor<{one}xf32>" in line for line in re.findall(r"optimization_barrier .*", text))
@@ -128,5 +126,6 @@ def test_experts_on_a_gpu_are_recomputed_without_a_loop(mesh):
   """`jax.checkpoint` miscounts its barriers where a kernel brings arrays of constants along."""
   kernels = kernels_of("grouped_matmul", "mosaic")
   sizes = {"model.d_model": 64, "moe.num_experts": 4, "moe.top_k": 2, "moe.d_ff": 128}
+  sizes |= {"model.num_layers": 2, "step.scan_unroll": 2}
   _, text = gradients_for_cuda(kernels, **sizes, **{"precision.compute_dtype": "bfloat16"})
   assert "mosaic_gpu" in text
