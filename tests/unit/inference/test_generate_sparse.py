@@ -28,12 +28,10 @@ mod = lambda routing, scope="block", decision="threshold": MOD | {
 }  # fmt: skip
 # Settings, and the size of the parts in which the prompts are read.
 VARIANTS = {
-  "hybrid": (MOE | mod("learned"), 4),
+  "hybrid": (MOE | LATENT | mod("learned"), 4),
   "predictor": (mod("learned", "ffn", "predictor") | {"mod.every": 2, "model.num_layers": 4}, 6),
-  "random": (mod("random", "ffn"), 1),
+  "random": (MOE | {"moe.dispatch": "capacity", "moe.num_shared": 1} | mod("random", "ffn"), 1),
   "static": (mod("static"), 3),
-  "latents": (LATENT | mod("learned"), 12),
-  "experts": (MOE | {"moe.dispatch": "capacity", "moe.num_shared": 1}, 6),
 }
 
 
@@ -75,7 +73,8 @@ def rows_of(lengths, seq, seed=0):
 @functools.cache
 def settled(name):
   """A model whose thresholds are quantiles of the scores of some rows."""
-  cfg, model = config(name), make_decoder(config(name))
+  cfg = config(name)
+  model = jax.jit(lambda: make_decoder(cfg))()
   if cfg.mod.routing == "learned":
     rules = rules_of(cfg)
     _, stats = forward(model, *rows_of([SEQ] * ROWS, SEQ, seed=5), rules)
@@ -120,7 +119,7 @@ def routed(stats, cache):
   )
 
 
-@pytest.mark.parametrize("name", thorough_but([*VARIANTS], 0, 4))
+@pytest.mark.parametrize("name", thorough_but([*VARIANTS], 0))
 def test_token_by_token_equals_one_pass(mesh, name):
   model, rules, part = settled(name), rules_of(config(name)), VARIANTS[name][1]
   tokens, segments, positions = rows_of(LENGTHS, SEQ, seed=3)
@@ -128,8 +127,6 @@ def test_token_by_token_equals_one_pass(mesh, name):
   got, cache = decode(model, tokens, part, rules)
   real = segments > 0
   np.testing.assert_allclose(got[real], np.asarray(want)[real], RTOL, ATOL)
-  if stats.depth_L is None:
-    return
   by_stats, by_cache, _ = routed(stats, cache)
   np.testing.assert_array_equal(by_stats, by_cache)
   # The choice is none of the trivial ones.
@@ -147,7 +144,7 @@ def test_token_by_token_equals_one_pass(mesh, name):
 @pytest.mark.parametrize("name", thorough_but(["hybrid", "predictor"], 0))
 def test_more_tokens_than_places(mesh, name):
   cfg, rules, part = config(name), rules_of(config(name)), VARIANTS[name][1]
-  model = make_decoder(cfg)
+  model = jax.jit(lambda: make_decoder(cfg))()
   for depth in depths(model):
     if cfg.mod.decision == "threshold":  # every token passes
       depth.threshold[...] = jnp.full_like(depth.threshold[...], -100.0)
@@ -166,20 +163,6 @@ def test_more_tokens_than_places(mesh, name):
       np.testing.assert_array_equal(of_layer, np.tile(np.minimum(LENGTHS, 8), (len(lost), 1)))
       np.testing.assert_array_equal(lost, (LENGTHS - 8).clip(0).sum())
     assert (of_layer == 8).any() and (np.asarray(lost) > 0).all()
-
-
-@pytest.mark.parametrize("name", thorough_but([*VARIANTS], 0, 4))
-def test_decoding_does_not_look_ahead(mesh, name):
-  model, rules, part = settled(name), rules_of(config(name)), VARIANTS[name][1]
-  tokens, _, _ = rows_of(LENGTHS, SEQ, seed=3)
-  cuts = np.array([4, 2, 10, 0])  # three within a prompt, so that one call holds both sides
-  past = np.arange(SEQ) < cuts[:, None]
-  other = np.where(past, tokens, (tokens + 1) % 256)
-  want, _ = decode(model, tokens, part, rules)
-  got, _ = decode(model, other, part, rules)
-  np.testing.assert_array_equal(got[past], want[past])
-  after = (np.arange(SEQ) < LENGTHS[:, None]) & ~past
-  assert (got[after] != want[after]).any(-1).all()
 
 
 @pytest.mark.thorough

@@ -53,8 +53,8 @@ def allowed():
   return [*range(256), TOKENIZER.eos_id]
 
 
-# bos + prompt: a power of two (8), and not (21).
-@pytest.mark.parametrize("prompt", ["seven c", "a prompt of 20 bytes", ""])
+# bos + prompt: not a power of two (21), and one token.
+@pytest.mark.parametrize("prompt", ["a prompt of 20 bytes", ""])
 def test_greedy_tokens_equal_the_argmax_of_the_full_forward(mesh, prompt):
   model = canonical.model(CFG)
   tokens = list(generate_tokens(model, TOKENIZER, GREEDY, prompt=prompt, seed=0))
@@ -67,9 +67,8 @@ def test_greedy_tokens_equal_the_argmax_of_the_full_forward(mesh, prompt):
   assert len(set(tokens)) > 1  # not one token over and over, which would hide a wrong position
 
 
-@pytest.mark.parametrize("parts", [[21], [5, 1, 1, 9]], ids=str)
-def test_extending_a_cache_gives_the_logits_of_the_full_forward(mesh, parts):
-  model = canonical.model(CFG)
+def test_extending_a_cache_gives_the_logits_of_the_full_forward(mesh):
+  model, parts = canonical.model(CFG), [5, 1, 1, 9]
   ids = np.random.default_rng(0).integers(0, 256, sum(parts)).astype(np.int32)
   cache = model.empty_cache(1, 32, EVALUATION, jnp.dtype("float32"))
   cache = jax.tree.map(lambda a: a + 9.0, cache)  # slots ahead must not be read
@@ -89,7 +88,7 @@ def test_a_mesh_of_eight_gives_the_tokens_of_one_device():
   results = []
   for shape in ((1, 1, 1), (2, 2, 2)):
     with jax.set_mesh(make_test_mesh(*shape)):
-      model = make_decoder(CFG)
+      model = jax.jit(lambda: make_decoder(CFG))()
       tokens = generate_tokens(model, TOKENIZER, sampling, prompt="some prompt", seed=5)
       results.append(list(tokens))
   assert results[0] == results[1] and len(results[0]) == GREEDY.max_tokens
@@ -108,9 +107,9 @@ def test_special_and_padded_ids_are_never_drawn(mesh):
   model = canonical.model(CFG)
   hot = SampleConfig(max_tokens=8, temperature=50.0, top_p=1.0)  # almost uniform
   found = [
-    t for seed in range(30) for t in generate_tokens(model, Small(), hot, prompt="x", seed=seed)
+    t for seed in range(15) for t in generate_tokens(model, Small(), hot, prompt="x", seed=seed)
   ]
-  assert set(found) == {0, 2, 5} and len(found) > 60
+  assert set(found) == {0, 2, 5} and len(found) > 30
 
 
 def test_the_end_of_the_document_ends_the_text(mesh):
@@ -126,7 +125,7 @@ def test_the_end_of_the_document_ends_the_text(mesh):
 
 def test_max_tokens_and_seed(mesh):
   model = canonical.model(CFG)
-  warm = lambda n: SampleConfig(max_tokens=n, temperature=1.0, top_p=1.0)
+  warm = lambda n: SampleConfig(max_tokens=n, temperature=0.8, top_p=1.0)
   draw = lambda n, seed: list(generate_tokens(model, TOKENIZER, warm(n), prompt="x", seed=seed))
   assert draw(0, 0) == []
   assert len(draw(1, 0)) == 1
@@ -137,15 +136,16 @@ def test_max_tokens_and_seed(mesh):
 @pytest.mark.compat
 def test_prompts_of_similar_length_share_a_compiled_program(mesh):
   model = canonical.model(CFG)
-  before, sampling = generator._extend._cache_size(), dataclasses.replace(GREEDY, top_k=7)
-  for prompt in ("a", "another", "fifteen letters"):
-    list(generate_tokens(model, TOKENIZER, sampling, prompt=prompt, seed=0))
-  assert generator._extend._cache_size() - before == 2  # the prompt and one token
+  of = lambda prompt: list(generate_tokens(model, TOKENIZER, GREEDY, prompt=prompt, seed=0))
+  of("a")
+  programs = generator._extend._cache_size()  # for the prompt and for one token
+  of("another"), of("fifteen letters")
+  assert generator._extend._cache_size() == programs
 
 
 def test_text_is_the_decoded_tokens_up_to_a_stop(mesh):
   model = canonical.model(CFG)
-  sampling = SampleConfig(max_tokens=40, temperature=0.8, top_p=1.0)
+  sampling = SampleConfig(max_tokens=30, temperature=0.8, top_p=1.0)
   text = TOKENIZER.decode(generate_tokens(model, TOKENIZER, sampling, prompt="p", seed=3))
   assert "".join(generate(model, TOKENIZER, sampling, prompt="p", seed=3)) == text
   stop = text[5:7]
@@ -163,7 +163,7 @@ def first_stop(text, stops):
   return len(text)
 
 
-@hypothesis.settings(max_examples=500)
+@hypothesis.settings(max_examples=200)
 @hypothesis.given(
   st.text("ab\n", max_size=14),
   st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3),

@@ -50,26 +50,20 @@ def test_hosts_are_counted_anew():
   assert (fitted.mesh.expert, fitted.moe.exchange.hosts) == (2, 0)
 
 
-@pytest.fixture(scope="module")
-def run_of_two_steps(tmp_path_factory):
-  folder = tmp_path_factory.mktemp("trained")
-  (folder / "text.txt").write_text("alpha beta gamma " * 300)
+@pytest.fixture
+def trained(tmp_path):
+  """The workdir of a run of one step."""
+  (tmp_path / "text.txt").write_text("alpha beta gamma " * 300)
   settings = {
-    "num_steps": 2,
+    "num_steps": 1,
     "model.vocab_size": 384,
-    "data.paths": (str(folder / "text.txt"),),
+    "data.paths": (str(tmp_path / "text.txt"),),
     "data.validation_fraction": 0.0,
     "log.progress": False,
     "sample.max_tokens": 0,
   }
-  train(tiny_config(settings), folder / "run")
-  return folder / "run"
-
-
-@pytest.fixture
-def trained(run_of_two_steps, tmp_path):
-  """A copy of the workdir of a run of two steps."""
-  yield shutil.copytree(run_of_two_steps, tmp_path / "run")
+  train(tiny_config(settings), tmp_path / "run")
+  yield tmp_path / "run"
   jax.config.update("jax_enable_compilation_cache", True)  # `train` turned it off for its process
 
 
@@ -78,7 +72,7 @@ def prepare(folder, of_the_config, of_the_checkpoint):
   config = edited(json.loads((folder / workdir.CONFIG).read_text()))
   config.update_from_flattened_dict(of_the_config)
   workdir.write_json(folder / workdir.CONFIG, config.to_dict())
-  checkpoint = folder / workdir.CHECKPOINTS / "2"
+  checkpoint = folder / workdir.CHECKPOINTS / "1"
   extra = json.loads((checkpoint / "extra.json").read_text())
   workdir.write_json(checkpoint / "extra.json", extra | {"settings": of_the_checkpoint})
   manifest = integrity.read_manifest(checkpoint)
@@ -86,37 +80,23 @@ def prepare(folder, of_the_config, of_the_checkpoint):
   integrity.seal(checkpoint, {k: v for k, v in manifest.items() if k not in ("version", "files")})
 
 
-@pytest.mark.thorough
-def test_a_workdir_names_no_cache_and_no_option_of_the_compiler(trained, tmp_path):
+def test_neither_a_workdir_nor_a_checkpoint_names_a_cache_or_an_option(trained, tmp_path):
   theirs, dump = tmp_path / "theirs", tmp_path / "dump"
-  reaching = {
+  of_the_config = {
     "compilation_cache": str(theirs),
     "data.cache_dir": str(theirs),
     "step.compiler_options": {"xla_dump_to": str(dump)},
   }
-  prepare(trained, reaching, {})
-  with load_run(trained) as run:
-    assert jax.config.jax_enable_compilation_cache
-    assert jax.config.jax_compilation_cache_dir == str(runtime.cache_folder(base()))
-    assert (run.program.cfg.data.cache_dir, run.program.options) == ("", {})
+  of_the_checkpoint = {"compilation_cache": ["auto", str(theirs)], "data.cache_dir": ["", "x"]}
+  for changes in ((of_the_config, {}), ({"compilation_cache": "auto"}, of_the_checkpoint)):
+    folder = shutil.copytree(trained, tmp_path / f"changed{len(changes[1])}")
+    prepare(folder, *changes)
+    with load_run(folder) as run:
+      assert jax.config.jax_enable_compilation_cache
+      assert jax.config.jax_compilation_cache_dir == str(runtime.cache_folder(base()))
+      assert (run.program.cfg.data.cache_dir, run.program.options) == ("", {})
   assert not theirs.exists() and not dump.exists()
-
-
-def test_nor_does_a_checkpoint(trained, tmp_path):
-  theirs = str(tmp_path / "theirs")
-  prepare(
-    trained,
-    {"compilation_cache": "auto"},
-    {"compilation_cache": ["auto", theirs], "data.cache_dir": ["", theirs]},
-  )
-  with load_run(trained) as run:
-    assert jax.config.jax_compilation_cache_dir == str(runtime.cache_folder(base()))
-    assert run.program.cfg.data.cache_dir == ""
-  assert not (tmp_path / "theirs").exists()
-
-
-def test_a_run_without_a_cache_is_loaded_without_one(trained):
-  with load_run(trained) as run:
+  with load_run(trained) as run:  # without a cache
     assert run.program.cfg.compilation_cache == "off"
     assert not jax.config.jax_enable_compilation_cache
 

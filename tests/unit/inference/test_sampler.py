@@ -1,5 +1,7 @@
 """What the sampler can draw, and how often."""
 
+import functools
+
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -10,16 +12,20 @@ import pytest
 from ats_jax.inference.generator import sample
 
 VOCAB = 10
-DRAWS = 20_000
+DRAWS = 10_000
 # 0.9999 quantiles of chi-square: with a fixed seed a right sampler passes always, and a wrong one
 # (a share off by a few per cent) is far beyond.
 CHI_SQUARE = {1: 15.1, 3: 21.1, 6: 27.9, 9: 33.7}
 
 
-def draws(logits, seed=0, n=DRAWS, *, temperature=1.0, top_k=0, top_p=1.0):
-  logits_BV = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (n, len(logits)))
-  key = jax.random.key(seed)
-  return np.asarray(sample(logits_BV, key, temperature=temperature, top_k=top_k, top_p=top_p))
+@functools.partial(jax.jit, static_argnames=("temperature", "top_k", "top_p"))
+def many(logits_V, key, **options):
+  return sample(jnp.broadcast_to(logits_V, (DRAWS, VOCAB)), key, **options)
+
+
+def draws(logits, seed=0, *, temperature=1.0, top_k=0, top_p=1.0):
+  options = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+  return np.asarray(many(np.float32(logits), jax.random.key(seed), **options))
 
 
 def softmax(logits):
@@ -32,26 +38,19 @@ logits_lists = st.lists(st.integers(-40, 40), min_size=VOCAB, max_size=VOCAB).ma
 )
 
 
-@hypothesis.settings(max_examples=20)
-@hypothesis.given(logits_lists)
-def test_temperature_0_is_argmax(logits):
-  got = draws(logits, n=3, temperature=0.0, top_k=2, top_p=0.5)
-  assert got.dtype == np.int32 and np.all(got == np.argmax(logits))
+@pytest.mark.parametrize("temperature", [0.0, 1e-3, 2e-38])
+def test_no_or_a_small_temperature_is_argmax(temperature):
+  logits = [3.0, 8.0, -50.0, 7.5, 20.0, 19.5, 0.0, 1.0, 1.0, 1.0]
+  got = draws(logits, temperature=temperature, top_k=2, top_p=0.9)
+  assert got.dtype == np.int32 and np.all(got == 4)
 
 
-@pytest.mark.parametrize("temperature", [1e-3, 1e-20, 2e-38])
-def test_a_small_temperature_tends_to_argmax(temperature):
-  logits = [3.0, 8.0, -50.0, 7.5, 20.0, 19.5, 0.0]
-  assert np.all(draws(logits, n=50, temperature=temperature, top_p=0.9) == 4)
-
-
-@hypothesis.settings(max_examples=20)
-@hypothesis.given(logits_lists, st.integers(1, VOCAB + 2))
+@hypothesis.settings(max_examples=10)
+@hypothesis.given(logits_lists, st.sampled_from([1, 3, VOCAB + 2]))
 def test_top_k_draws_only_the_k_likeliest(logits, k):
   kth = sorted(logits, reverse=True)[min(k, VOCAB) - 1]
-  assert set(draws(logits, n=2000, temperature=5.0, top_k=k)) <= {
-    i for i, x in enumerate(logits) if x >= kth
-  }
+  likeliest = {i for i, x in enumerate(logits) if x >= kth}
+  assert set(draws(logits, temperature=5.0, top_k=k)) <= likeliest
 
 
 def nucleus(logits, top_p):
@@ -62,11 +61,11 @@ def nucleus(logits, top_p):
   return {i for i in range(len(p)) if p[i] >= p[order[min(last, len(p) - 1)]] - 1e-12}
 
 
-@hypothesis.settings(max_examples=30)
-@hypothesis.given(logits_lists, st.sampled_from([0.0, 0.05, 0.3, 0.51, 0.83, 0.97]))
+@hypothesis.settings(max_examples=15)
+@hypothesis.given(logits_lists, st.sampled_from([0.0, 0.51, 0.9]))
 def test_top_p_draws_only_the_nucleus(logits, top_p):
   kept = nucleus(logits, top_p)
-  found = set(draws(logits, n=4000, top_p=top_p))
+  found = set(draws(logits, top_p=top_p))
   assert found <= kept
   p = softmax(logits)
   renormalised = p / sum(p[i] for i in kept)
@@ -95,12 +94,12 @@ def test_frequencies(options, kept):
 
 
 def test_minus_infinity_never_comes_out():
-  logits = [0.0, -np.inf, 1.0, -np.inf]
-  for options in ({}, {"top_k": 4}, {"top_k": 3}, {"top_p": 0.999}, {"temperature": 50.0}):
-    assert set(draws(logits, n=2000, **options)) <= {0, 2}
+  logits = [0.0, -np.inf, 1.0, *[-np.inf] * 7]
+  for options in ({}, {"top_k": 3}, {"top_p": 0.9}):
+    assert set(draws(logits, **options)) <= {0, 2}
 
 
 def test_rows_are_drawn_apart_and_the_key_decides():
-  assert len(set(draws([0.0] * VOCAB, n=200))) == VOCAB
+  assert len(set(draws([0.0] * VOCAB))) == VOCAB
   np.testing.assert_array_equal(draws([0.0] * VOCAB, seed=3), draws([0.0] * VOCAB, seed=3))
   assert np.any(draws([0.0] * VOCAB, seed=3) != draws([0.0] * VOCAB, seed=4))

@@ -209,24 +209,32 @@ def test_in_eight_bits(mesh):
 @pytest.mark.parametrize(
   ("changes", "words"),
   [
-    ({"model.kv_latent_dim": 0}, "model.q_latent_dim=16 does nothing with model.kv_latent_dim=0"),
-    ({"model.latent_rope_dim": 0}, "model.latent_rope_dim=0 of a head dimension of 14"),
-    ({"model.latent_rope_dim": 14}, "model.latent_rope_dim=14 of a head dimension of 14"),
-    ({"model.latent_rope_dim": 5}, "model.latent_rope_dim=5 of a head dimension of 14"),
-    ({"model.num_kv_heads": 2}, "model.num_kv_heads=2 with model.kv_latent_dim=12"),
-    ({"model.qk_norm": True}, "model.qk_norm=True with model.kv_latent_dim=12"),
-    ({"model.window": 4}, "model.window=4 with model.kv_latent_dim=12"),
-    ({"model.attn_sinks": True}, "model.attn_sinks=True with model.kv_latent_dim=12"),
-    ({"model.attn_out_bias": True}, "model.attn_out_bias=True with model.kv_latent_dim=12"),
-    (
-      {"precision.fp8": True, "model.head_dim": 16, "model.num_layers": 4},
-      r"multiples of 16: model.kv_latent_dim is 12",
+    ({"kv_latent_dim": 0}, "model.q_latent_dim=16 does nothing with model.kv_latent_dim=0"),
+    *(
+      ({"latent_rope_dim": dim}, f"model.latent_rope_dim={dim} of a head dimension of 14")
+      for dim in (0, 14, 5)
+    ),
+    *(
+      ({name: value}, f"model.{name}={value} with model.kv_latent_dim=12")
+      for name, value in (
+        ("num_kv_heads", 2),
+        ("qk_norm", True),
+        ("window", 4),
+        ("attn_sinks", True),
+        ("attn_out_bias", True),
+      )
     ),
   ],
 )
 def test_settings_that_do_not_go_together(changes, words):
   with pytest.raises(ValueError, match=words):
-    with_settings(Config(), LATENT | changes)
+    with_settings(Config(), LATENT | {f"model.{name}": value for name, value in changes.items()})
+
+
+def test_latents_that_eight_bits_cannot_take():
+  wide = {"precision.fp8": True, "model.head_dim": 16, "model.num_layers": 4}
+  with pytest.raises(ValueError, match=r"multiples of 16: model\.kv_latent_dim is 12"):
+    with_settings(Config(), LATENT | wide)
 
 
 def test_cudnn_takes_values_no_wider_than_keys():

@@ -17,13 +17,14 @@ from ats_jax.ops.rope import Scaling, frequencies
 from ats_jax.sharding.apply import reshard
 
 WINDOWS = {"model.num_layers": 4, "model.window": 5, "model.full_every": 2}
-YARN = {
-  "model.rope_scaling.name": "yarn",
-  "model.rope_scaling.factor": 4.0,
-  "model.rope_scaling.original_len": 8,
-  "model.rope_scaling.fast_turns": 2.0,
-  "model.rope_scaling.slow_turns": 0.25,
+SLOW = {
+  "rope_scaling.name": "yarn",
+  "rope_scaling.factor": 4.0,
+  "rope_scaling.original_len": 8,
+  "rope_scaling.fast_turns": 2.0,
+  "rope_scaling.slow_turns": 0.25,
 }
+YARN = {f"model.{name}": value for name, value in SLOW.items()}
 
 
 def test_with_a_cache_as_without(mesh):
@@ -129,46 +130,31 @@ def test_keys_of_a_window(mesh):
 @pytest.mark.parametrize(
   ("changes", "words"),
   [
+    ({"rope_scaling.name": "yarn"}, "rope_scaling=yarn needs model.rope_scaling.original_len"),
+    ({"rope_scaling.factor": 2.0}, "factor is a setting of .*=linear and llama3 and yarn, and"),
+    (SLOW | {"rope_scaling.slow_turns": 2.0}, "slow_turns=2.0 is not below"),
+    (SLOW | {"rope_scaling.slow_turns": 0.0}, "slow_turns=0: YaRN takes its logarithm"),
     (
-      {"model.rope_scaling.name": "yarn"},
-      "model.rope_scaling=yarn needs model.rope_scaling.original_len",
+      {"rope_scaling.name": "linear", "rope_scaling.concentration": 1.5},
+      "rope_scaling.concentration is a setting of .*=yarn, and .* is linear",
     ),
-    (
-      {"model.rope_scaling.factor": 2.0},
-      r"factor is a setting of .*=linear and llama3 and yarn, and",
-    ),
-    (
-      YARN | {"model.rope_scaling.slow_turns": 2.0},
-      "model.rope_scaling.slow_turns=2.0 is not below",
-    ),
-    (
-      YARN | {"model.rope_scaling.slow_turns": 0.0},
-      "model.rope_scaling.slow_turns=0: YaRN takes its logarithm",
-    ),
-    (
-      {"model.rope_scaling.name": "linear", "model.rope_scaling.concentration": 1.5},
-      "model.rope_scaling.concentration is a setting of .*=yarn, and .* is linear",
-    ),
-    ({"model.full_every": 2}, "model.full_every=2 does nothing with model.window=0"),
-    (
-      {"model.window_rope_theta": 1e4},
-      "window_rope_theta=10000.0 does nothing with model.window=0",
-    ),
-    ({"model.window": 4, "model.full_every": 1}, "model.full_every=1 leaves no layer"),
-    ({"model.window": 4, "model.window_rope_theta": 0.5}, "model.window_rope_theta=0.5 is below 1"),
-    ({"model.window": 4, "mod.routing": "static"}, "model.window=4 with mod.routing=static"),
-    (
-      {"model.qk_norm_scope": "all"},
-      "model.qk_norm_scope=all does nothing with model.qk_norm=",
-    ),
-    ({"model.gate_limit": 5.0}, "model.gate_limit=5.0 does nothing with model.activation=silu"),
-    ({"model.activation": "clamped", "model.gate_limit": 0.0}, "model.gate_limit=0.0 is too small"),
-    (
-      {"model.qk_norm": True, "model.qk_norm_scope": "all", "mesh.tensor": 2},
-      "model.qk_norm_scope=all takes all heads together; mesh.tensor=2",
-    ),
+    ({"full_every": 2}, "full_every=2 does nothing with model.window=0"),
+    ({"window_rope_theta": 1e4}, "window_rope_theta=10000.0 does nothing with model.window=0"),
+    ({"window": 4, "full_every": 1}, "full_every=1 leaves no layer"),
+    ({"window": 4, "window_rope_theta": 0.5}, "window_rope_theta=0.5 is below 1"),
+    ({"qk_norm_scope": "all"}, "qk_norm_scope=all does nothing with model.qk_norm="),
+    ({"gate_limit": 5.0}, "gate_limit=5.0 does nothing with model.activation=silu"),
+    ({"activation": "clamped", "gate_limit": 0.0}, "gate_limit=0.0 is too small"),
   ],
 )
 def test_settings_that_do_not_go_together(changes, words):
   with pytest.raises(ValueError, match=words):
-    with_settings(Config(), changes)
+    with_settings(Config(), {f"model.{name}": value for name, value in changes.items()})
+
+
+def test_settings_of_other_sections_that_do_not_go_together():
+  with pytest.raises(ValueError, match=r"model\.window=4 with mod\.routing=static"):
+    with_settings(Config(), {"model.window": 4, "mod.routing": "static"})
+  whole = {"model.qk_norm": True, "model.qk_norm_scope": "all", "mesh.tensor": 2}
+  with pytest.raises(ValueError, match="qk_norm_scope=all takes all heads together; mesh"):
+    with_settings(Config(), whole)

@@ -26,10 +26,6 @@ def model():
     yield Model()
 
 
-def cells(table):
-  return [line.split() for line in table.splitlines()]
-
-
 def test_an_nnx_module_reads_by_its_attributes(model):
   lines = parameter_overview(model).splitlines()
   assert lines == [
@@ -39,9 +35,7 @@ def test_an_nnx_module_reads_by_its_attributes(model):
     "scale       ()      float32      1      4",
     "total: 49 parameters, 164 bytes (0.000 GiB)",
   ]
-
-
-def test_shapes_are_enough(model):
+  # Shapes are enough.
   assert parameter_overview(jax.eval_shape(Model)) == parameter_overview(model)
 
 

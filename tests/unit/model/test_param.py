@@ -1,5 +1,6 @@
 """What parameters know of themselves, and that they keep knowing it."""
 
+import functools
 import re
 
 import jax
@@ -69,6 +70,7 @@ AXES_AND_ROLES = {
 }
 
 
+@functools.cache
 def abstract_decoder():
   cfg = tiny_config(HYBRID)
   make = lambda key: Decoder(cfg, numerics(cfg), nnx.Rngs(params=key))
@@ -96,9 +98,7 @@ def test_every_parameter_of_a_hybrid_model_knows_its_axes_and_role(mesh):
     name = name.replace("shared.", "dense.")
     assert found.setdefault(name, what) == what, path
   assert found == AXES_AND_ROLES
-
-
-def test_the_axes_are_of_one_layer_and_a_stack_has_one_more(mesh):
+  # The axes are of one layer, and a stack has one more.
   found = jax.tree_util.tree_leaves_with_path(abstract_decoder(), is_leaf=is_variable)
   for path, variable in found:
     is_stacked = "segments" in jax.tree_util.keystr(path)

@@ -33,7 +33,7 @@ MAX_SEGMENTS = 6
 
 def tokens(part: slice | np.ndarray) -> TokenPositions:
   at = np.broadcast_to(np.arange(SEQ, dtype=np.int32), SEGMENTS.shape)
-  return TokenPositions(jnp.asarray(SEGMENTS[:, part]), jnp.asarray(at[:, part]))
+  return TokenPositions(SEGMENTS[:, part], at[:, part])
 
 
 @functools.cache
@@ -46,22 +46,19 @@ def arrays(v_width: int = 6) -> list[np.ndarray]:
 ALL = slice(None)
 
 
-@hypothesis.settings(max_examples=20)
-@hypothesis.given(
-  st.lists(st.integers(0, 3), min_size=SEQ, max_size=SEQ),
-  st.sampled_from([(None, None), (5, 0.7)]),
-)
-def test_any_parts_of_the_keys_give_what_all_of_them_do(part_of_key, how):
+@hypothesis.settings(max_examples=10)
+@hypothesis.given(st.lists(st.integers(0, 3), min_size=SEQ, max_size=SEQ))
+def test_any_parts_of_the_keys_give_what_all_of_them_do(part_of_key):
   """Also where a query sees nothing of a part, and where a part has no key."""
-  (q, k, v, dy), (window, soft_cap) = arrays(), how
+  (q, k, v, dy), (window, soft_cap) = arrays(), (5, 0.7)
   rules, here = MaskRules(True, MAX_SEGMENTS, window, soft_cap), tokens(ALL)
   want, gradients = of_whole_rows(window, soft_cap)
   # A key of another part is in no segment: one shape for all examples.
   parts = [
-    here._replace(ids_BT=jnp.where(jnp.array(part_of_key) == part, here.ids_BT, -1))
+    here._replace(ids_BT=np.where(np.array(part_of_key) == part, here.ids_BT, -1))
     for part in range(4)
   ]
-  y, lse = merge_attention(*(run_forward(q, k, v, here, keys, rules) for keys in parts))
+  y, lse = merge(*(run_forward(q, k, v, here, keys, rules) for keys in parts))
   np.testing.assert_allclose(y, want, RTOL, ATOL)
   shares = [run_backward(q, k, v, here, keys, y, lse, dy, rules) for keys in parts]
   for found, one in zip(map(sum, zip(*shares, strict=True)), gradients, strict=True):
@@ -82,13 +79,14 @@ def of_whole_rows(window: int | None, soft_cap: float | None) -> tuple:
   return np.asarray(y), [np.asarray(a) for a in gradients]
 
 
+merge = jax.jit(merge_attention)
 run_forward = jax.jit(block.forward, static_argnums=5)
 run_backward = jax.jit(block.backward, static_argnums=8)
 
 
 def test_nothing_merged_with_nothing_is_nothing():
   nothing = jnp.zeros((1, 1, 1, 2)), jnp.full((1, 1, 1), -jnp.inf)
-  y, lse = merge_attention(nothing, nothing)
+  y, lse = merge(nothing, nothing)
   assert not y.any() and jnp.isneginf(lse).all()
 
 
@@ -110,7 +108,7 @@ def test_cudnn_is_asked_for_the_segment_that_two_chunks_share(monkeypatch):
     lambda kind, rules, *a: (kind.block_forward(*a[:5], rules), kind.block_backward(*a, rules)),
     static_argnums=(0, 1),
   )
-  for of_q, of_k in [*((chunk[a], chunk[b]) for a, b in PAIRS), (chunk[1], chunk[1]), (both, both)]:
+  for of_q, of_k in [*((chunk[a], chunk[b]) for a, b in PAIRS), (both, both)]:
     rules = whole._replace(is_diagonal=of_q is of_k)
     args = (q[:, of_q], k[:, of_k], v[:, of_k], tokens(of_q), tokens(of_k))
     args += y[:, of_q], lse[:, of_q], dy[:, of_q]
@@ -127,20 +125,25 @@ class Reference:
 def test_the_segment_that_began_before():
   queries = jnp.array([[3, 3, 4, 4], [5, 5, 5, 5], [2, 0, 0, 0]])
   keys = jnp.array([[1, 2, 3, 3], [5, 5, 5, 5], [1, 1, 1, 1]])
-  (q_starts, q_lengths), (k_starts, k_lengths) = shared_bounds(queries, keys)
+  (q_starts, q_lengths), (k_starts, k_lengths) = jax.jit(shared_bounds)(queries, keys)
   assert q_starts.tolist() == [[0, -1, -1], [0, -1, -1], [-1, -1, -1]]
   assert k_starts.tolist() == [[2, -1, -1], [0, -1, -1], [-1, -1, -1]]
   assert q_lengths.tolist() == [[2, -1], [4, -1], [-1, -1]]
   assert k_lengths.tolist() == [[2, -1], [4, -1], [-1, -1]]
 
 
+@jax.jit
+def there_and_back(values, ids):
+  starts, _ = segment_bounds(ids, 6)
+  return by_token(by_segment(values, starts), starts)
+
+
 @hypothesis.settings(max_examples=15)
 @hypothesis.given(st.lists(st.integers(1, SEQ // 2), min_size=1, max_size=5))
 def test_statistics_by_token_and_by_segment(lengths):
-  ids = jnp.asarray(pack([lengths[: np.searchsorted(np.cumsum(lengths), SEQ)], [7, 9, 8]], SEQ)[0])
-  starts, _ = segment_bounds(ids, 6)
+  ids = pack([lengths[: np.searchsorted(np.cumsum(lengths), SEQ)], [7, 9, 8]], SEQ)[0]
   values = np.random.default_rng(0).normal(size=(2, SEQ, 3)).astype(np.float32)
-  np.testing.assert_array_equal(by_token(by_segment(values, starts), starts), values)
+  np.testing.assert_array_equal(there_and_back(values, ids), values)
 
 
 def test_the_private_functions_take_queries_and_keys_of_different_segments():

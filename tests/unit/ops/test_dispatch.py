@@ -7,13 +7,12 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from ats_jax.ops.dispatch import place_in_bins, slot_window, sort_by_expert, sum_rows, take_rows
 
 # Few shapes, as each compiles anew; the contents are what varies.
-SHAPES = st.sampled_from([(1, 1, 1), (5, 1, 3), (7, 3, 5)])  # tokens, choices, bins
-FEW = hypothesis.settings(max_examples=40)
+SHAPES = st.sampled_from([(5, 1, 3), (7, 3, 5)])  # tokens, choices, bins
+FEW = hypothesis.settings(max_examples=15)
 SORT = jax.jit(sort_by_expert, static_argnums=1)
 PLACE = jax.jit(place_in_bins, static_argnums=(1, 2))
 WINDOW = jax.jit(slot_window, static_argnums=(1, 3))
@@ -56,10 +55,10 @@ def test_sort_by_expert(case):
   np.testing.assert_array_equal(sizes, [len(g) for g in groups])
 
 
-@pytest.mark.parametrize("with_priority", [False, True])
 @FEW
-@hypothesis.given(choices(), st.sampled_from([1, 3]))
-def test_place_in_bins(with_priority, case, capacity):
+@hypothesis.given(choices(), st.booleans())
+def test_place_in_bins(case, with_priority):
+  capacity = 3
   bins, num_bins, priority = case
   rank = (lambda c: -priority[c]) if with_priority else (lambda c: 0)
   slots = []
@@ -91,19 +90,10 @@ def test_windows(case, rows, how):
     check_places(WINDOW(places, num_bins, start, rows), slots, *bins.shape)
 
 
+@jax.jit
 def crafted():
   """3 tokens with 2 choices in 2 bins of 2 slots: (0,0) (1,1) | (0,1) -; (2,*) have none."""
   return place_in_bins(jnp.array([[0, 1], [2, 0], [0, 2]]), 2, 2)
-
-
-def test_rows_of_a_routing_worked_out_by_hand():
-  places = crafted()
-  x = jnp.array([[1.0, 10.0], [2.0, 20.0], [3.0, 30.0]])
-  taken = take_rows(x, places)
-  np.testing.assert_array_equal(taken, [[1, 10], [2, 20], [1, 10], [0, 0]])
-  weight = jnp.array([[0.5, 2.0], [7.0, 3.0], [9.0, 9.0]])
-  back = sum_rows(jnp.array([[1.0, 1], [10, 10], [100, 100], [jnp.nan, jnp.nan]]), weight, places)
-  np.testing.assert_array_equal(back, [[200.5, 200.5], [30, 30], [0, 0]])
 
 
 def numpy_take(x, places):
@@ -131,7 +121,9 @@ def test_values_and_gradients(case, how):
     x, y = rng.standard_normal((len(bins), 2)), rng.standard_normal((slots, 2))
     weight = rng.standard_normal(bins.shape)
     taken, dx = TAKE(x, y, places)
-    summed, (dy, dweight) = SUM(y, weight, x, places)
+    # What is in slots that nobody has must not show.
+    with_nan = np.where(np.asarray(places.source_M)[:, None] < len(bins), y, np.nan)
+    summed, (dy, dweight) = SUM(with_nan, weight, x, places)
   np.testing.assert_allclose(taken, numpy_take(x, places), rtol=0, atol=0)
   np.testing.assert_allclose(summed, numpy_sum(y, weight, places), rtol=1e-13, atol=1e-14)
   unit = lambda shape: np.eye(np.prod(shape)).reshape(-1, *shape)
@@ -157,17 +149,14 @@ def SUM(y, weight, cotangent, places):  # noqa: N802
 
 
 def test_bfloat16_rows_are_summed_in_float32():
-  places, _ = sort_by_expert(jnp.zeros((1, 8), jnp.int32), 1)
+  places, _ = SORT(np.zeros((1, 8), np.int32), 1)
   # In bfloat16 256 + 1 = 256: seven ones would be lost, in either direction.
   y = jnp.array([[256.0]] + [[1.0]] * 7, jnp.bfloat16)
   weight = jnp.ones((1, 8), jnp.float32)
-  out = sum_rows(y, weight, places)
-  assert out.dtype == jnp.bfloat16 and out[0, 0] == 264.0  # 263 rounds to even
-  _, pull = jax.vjp(lambda x: take_rows(x, places), jnp.ones((1, 1), jnp.bfloat16))
-  (dx,) = pull(y)
-  assert dx.dtype == jnp.bfloat16 and dx[0, 0] == 264.0
-  _, pull = jax.vjp(lambda w: sum_rows(y, w, places), weight)
-  (dweight,) = pull(jnp.full((1, 1), 1.5, jnp.bfloat16))
+  out, (_, dweight) = SUM(y, weight, jnp.full((1, 1), 1.5, jnp.bfloat16), places)
+  _, dx = TAKE(jnp.ones((1, 1), jnp.bfloat16), y, places)
+  assert out.dtype == dx.dtype == jnp.bfloat16
+  assert out.item() == dx.item() == 264.0  # 263 rounds to even
   assert dweight.dtype == jnp.float32 and dweight[0, 0] == 384.0
 
 

