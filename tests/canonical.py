@@ -8,7 +8,9 @@ of a session share, has its machine code. What is returned may be donated or cha
     state, metrics = canonical.step(cfg, canonical.state(cfg), canonical.rows(cfg, seed=1))
 """
 
+import argparse
 import functools
+import inspect
 from typing import Any
 
 import jax
@@ -77,6 +79,28 @@ def config(kind: str, changes: dict[str, Any] | None = None) -> Config:
 def rows(cfg: Config, seed: int = 0) -> dict[str, np.ndarray]:
   """A batch of packed rows as the train step takes it."""
   return micro_batches(random_rows(cfg, cfg.data.batch_size, seed), cfg.step.accum_steps)
+
+
+@functools.cache
+def _text() -> np.ndarray:
+  """The bytes of a module of the standard library."""
+  return np.frombuffer(inspect.getsource(argparse).encode(), np.uint8).astype(np.int32)
+
+
+def text_rows(cfg: Config, rng: np.random.Generator) -> dict[str, np.ndarray]:
+  """A batch of rows without padding, as the train step takes it, cut from a text."""
+  batch, seq = cfg.data.batch_size, cfg.data.seq_len
+  starts = rng.integers(0, _text().size - seq - 1, batch)
+  window = _text()[starts[:, None] + np.arange(seq + 1)]
+  ones = np.ones((batch, seq), np.int32)
+  found = {
+    "tokens": window[:, :-1],
+    "targets": window[:, 1:],
+    "loss_mask": ones.astype(np.float32),
+    "segment_ids": ones,
+    "positions": np.broadcast_to(np.arange(seq, dtype=np.int32), (batch, seq)),
+  }
+  return micro_batches(found, cfg.step.accum_steps)
 
 
 @functools.cache

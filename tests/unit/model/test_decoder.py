@@ -83,16 +83,6 @@ def test_changing_one_document_leaves_the_others_bit_equal(lengths, which, seed)
   assert np.all(np.any(before[inside] != after[inside], axis=-1))
 
 
-def test_no_token_sees_a_later_one(mesh):
-  model = canonical.model(canonical.config("dense"))
-  tokens = np.arange(SEQ, dtype=np.int32)[None]
-  changed = tokens.copy()
-  changed[0, 9] = 50
-  before, after = run(model, tokens, [[SEQ]])[0], run(model, changed, [[SEQ]])[0]
-  np.testing.assert_array_equal(before[:9], after[:9])
-  assert np.all(np.any(before[9:] != after[9:], axis=-1))
-
-
 def loss_and_grads(cfg):
   return canonical.gradients(cfg, canonical.model(cfg), random_rows(cfg, 4))
 

@@ -59,13 +59,9 @@ def unit(x, eps=1e-6):
 
 def rotate(x, position, theta):
   half = len(x) // 2
-  out = np.empty_like(x)
-  for i in range(half):
-    angle = position * theta ** (-i / half)
-    a, b = x[i], x[i + half]
-    out[i] = a * math.cos(angle) - b * math.sin(angle)
-    out[i + half] = b * math.cos(angle) + a * math.sin(angle)
-  return out
+  angle = position * theta ** (-np.arange(half) / half)
+  z = (x[:half] + 1j * x[half:]) * np.exp(1j * angle)
+  return np.concatenate([z.real, z.imag])
 
 
 def attend(p, row, tokens, segments, positions, cfg):
@@ -77,13 +73,8 @@ def attend(p, row, tokens, segments, positions, cfg):
       rotate(unit(h @ w[:, n]) * norm, positions[t], m.rope_theta) for n in range(w.shape[1])
     ]
     q = heads(p["attn.q.weight"], p["attn.q_norm.scale"])
-    seen.append(
-      (
-        segments[t],
-        heads(p["attn.k.weight"], p["attn.k_norm.scale"]),
-        h @ p["attn.v.weight"].swapaxes(0, 1),
-      )
-    )
+    keys = heads(p["attn.k.weight"], p["attn.k_norm.scale"])
+    seen.append((segments[t], keys, h @ p["attn.v.weight"].swapaxes(0, 1)))
     same = [(k, v) for segment, k, v in seen if segment == segments[t]]
     out[t] = np.zeros_like(h)
     for n in range(m.num_heads):
@@ -299,7 +290,7 @@ def test_random_routing_draws_anew_in_training_and_by_position_in_evaluation(mes
   x, valid = jnp.zeros((2, seq, 16)), np.ones((2, seq), bool)
 
   @functools.partial(jax.jit, static_argnames="training")
-  def went(layer, key, training):
+  def choose(layer, key, training):
     chosen, _ = depth(
       reshard(x, "batch", "seq", "act_embed"),
       *(reshard(jnp.asarray(a), "batch", "seq") for a in (positions, valid)),
@@ -310,6 +301,7 @@ def test_random_routing_draws_anew_in_training_and_by_position_in_evaluation(mes
     )
     return chosen.slot_BT < chosen.index_BC.shape[1]
 
+  went = lambda *args: np.asarray(choose(*args))
   key = jax.random.key
   a, b = went(0, key(0), True), went(0, key(1), True)
   assert (a.sum(1) == 180).all() and (b.sum(1) == 180).all()

@@ -37,15 +37,15 @@ def config(name):
 
 
 @functools.partial(jax.jit, static_argnames="rules")
-def forward(model, tokens, segments, positions, rules, key=None):
-  around = dict(positions_BT=positions, segment_ids_BT=segments, rules=rules, key=key)
+def forward(model, tokens, segments, positions, rules):
+  around = dict(positions_BT=positions, segment_ids_BT=segments, rules=rules)
   x, stats = model(tokens, **around)
   return model.logits(x), stats
 
 
-def logits_of(model, rows, rules, key=None):
+def logits_of(model, rows, rules):
   arrays = (rows[name] for name in ("tokens", "segment_ids", "positions"))
-  return forward(model, *arrays, rules, key)
+  return forward(model, *arrays, rules)
 
 
 def rules_of(cfg, training: bool) -> Pass:
@@ -53,11 +53,11 @@ def rules_of(cfg, training: bool) -> Pass:
 
 
 def settled(name, rows):
-  """A model whose thresholds are those of `rows`, as the first step of training leaves them."""
+  """A model whose thresholds are quantiles of the scores of `rows`."""
   cfg, model = config(name), canonical.model(config(name))
   if name == "hybrid":
-    rules = rules_of(cfg, True)
-    _, stats = logits_of(model, rows, rules, jax.random.key(0))
+    rules = rules_of(cfg, False)
+    _, stats = logits_of(model, rows, rules)
     model = with_buffers(cfg, model, stats, np.int32(0), rules)
     thresholds = np.concatenate([layer.depth.threshold[...] for layer in skipping(model)])
     assert thresholds.all() and len(set(thresholds)) == thresholds.size
@@ -95,12 +95,6 @@ def test_later_tokens_leave_earlier_logits_as_they_are(mesh, name):
   if stats.depth_L is not None:  # some tokens go through, others do not
     assert (np.asarray(stats.depth_L) > 0).sum() >= 2
 
-  if name == "hybrid":  # the test bites where the rule does look ahead
-    key = jax.random.key(0)
-    run = lambda r: np.asarray(logits_of(model, r, rules_of(cfg, True), key)[0])[past]
-    want, *changed = map(run, (rows, *futures(rows)))
-    assert all((logits != want).any() for logits in changed)
-
 
 def test_the_eval_step_does_not_look_ahead(mesh):
   cfg = config("hybrid")
@@ -112,10 +106,6 @@ def test_the_eval_step_does_not_look_ahead(mesh):
   assert want[2] == is_past(rows).sum() and 0 <= want[1] <= want[2] < want[0]
   for sums in changed:
     np.testing.assert_array_equal(sums, want)
-  logits = np.asarray(logits_of(model, rows, rules_of(cfg, False))[0], np.float64)
-  logits, targets = logits[is_past(rows)], rows["targets"][is_past(rows)]
-  loss = np.log(np.exp(logits).sum(-1)) - logits[np.arange(len(targets)), targets]
-  np.testing.assert_allclose(want[0], loss.sum(), 1e-5)
   with pytest.raises(AssertionError, match="future"):
     eval_step(model, rows | past, rules_of(cfg, True))
 

@@ -52,23 +52,6 @@ def test_with_a_cache_as_without(mesh):
   np.testing.assert_allclose(np.concatenate(found, axis=1), whole, 1e-4, 1e-5)
 
 
-def test_a_window_hides_what_lies_before_it(mesh):
-  """Two layers of a window of 3 reach 2 x 2 tokens back, and no further."""
-  cfg = tiny_config({"model.window": 3})
-  model = jax.jit(lambda: make_decoder(cfg))()
-  run = jax.jit(
-    lambda model, tokens: model(
-      tokens,
-      positions_BT=jnp.arange(16, dtype=jnp.int32)[None],
-      segment_ids_BT=jnp.ones((1, 16), jnp.int32),
-      rules=EVALUATION,
-    )[0]
-  )
-  tokens = jnp.arange(16, dtype=jnp.int32)[None]
-  changed = jnp.any(run(model, tokens) != run(model, tokens.at[0, 4].set(60)), axis=-1)[0]
-  assert changed.tolist() == [4 <= at <= 8 for at in range(16)]
-
-
 def test_which_layers_have_a_window():
   cfg = tiny_config({**WINDOWS, "model.num_layers": 8, "model.full_every": 3})
   kinds = layer_kinds(cfg)

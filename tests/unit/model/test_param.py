@@ -113,22 +113,6 @@ def test_it_survives_jax(mesh):
   of_params = {path: what for path, what in told(model).items() if what[1] is not Role.BUFFER}
   assert told(moments.nu) == of_params
 
-  stack = jax.vmap(Two)(nnx.Rngs(params=jax.random.key(0)).split(3))
-  assert stack.a.shape == (3, 2)
-  want = {".a": (("norm",), Role.BIAS), ".b": (("norm",), Role.BUFFER)}
-  seen = []
-
-  def body(carry, layer):
-    seen.append(told(layer))
-    return carry, double(layer)
-
-  _, scanned = jax.lax.scan(body, 0.0, stack)
-  for tree in (stack, double(stack), jax.jit(double)(stack), scanned):
-    assert told(tree) == want
-  assert seen[0] == want
-  grads = jax.grad(lambda p: jnp.sum(jax.tree.leaves(p)[0]))(trainable(stack))
-  assert told(grads) == {".a": want[".a"]}
-
 
 class Two(nnx.Module):
   def __init__(self, rngs):

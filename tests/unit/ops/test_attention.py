@@ -126,8 +126,7 @@ def test_segment_bounds(lengths, padded):
   ("remat", "window", "with_sinks", "runs"),
   [
     ("names", 5, True, 1),
-    ("attention", None, False, 10),
-    pytest.param("full", None, True, 10, marks=pytest.mark.thorough),
+    pytest.param("attention", None, False, 10, marks=pytest.mark.thorough),
   ],
 )
 def test_what_surrounds_the_cudnn_kernel_changes_neither_value_nor_gradient(

@@ -1,39 +1,17 @@
 """From a router that sends everything to two experts back to balance, with the default settings."""
 
-import argparse
 import dataclasses
-import functools
-import inspect
 
+import canonical
 import jax
 import numpy as np
 import pytest
-from helpers import micro_batches, tiny_config
+from helpers import tiny_config
 from xla_flags import FAST_STEPS
 
 from ats_jax.step.program import init_state, make_program
 
 SEEDS, MOST_STEPS, WINDOW = 2, 120, 10
-
-
-@functools.cache
-def text() -> np.ndarray:
-  """Bytes of a module of the standard library."""
-  return np.frombuffer(inspect.getsource(argparse).encode(), np.uint8).astype(np.int32)
-
-
-def batch(rng, rows, seq):
-  starts = rng.integers(0, text().size - seq - 1, rows)
-  window = text()[starts[:, None] + np.arange(seq + 1)]
-  ones = np.ones((rows, seq), np.int32)
-  found = {
-    "tokens": window[:, :-1],
-    "targets": window[:, 1:],
-    "loss_mask": ones.astype(np.float32),
-    "segment_ids": ones,
-    "positions": np.broadcast_to(np.arange(seq, dtype=np.int32), (rows, seq)),
-  }
-  return micro_batches(found, 1)
 
 
 @jax.jit
@@ -51,9 +29,8 @@ def steps_to_balance(program, seed) -> int:
   state = collapse(init_state(seeded, program.num, program.optimizer))
   violations = []
   for step in range(1, MOST_STEPS + 1):
-    state, metrics = program.train_step(
-      state, batch(rng, cfg.data.batch_size, cfg.data.seq_len), program.training_rules(1)
-    )
+    batch = canonical.text_rows(cfg, rng)
+    state, metrics = program.train_step(state, batch, program.training_rules(1))
     violations.append(float(metrics["moe/max_violation"]))
     if step == 1:
       assert violations[0] > 2.5  # two of eight experts have it all: 3

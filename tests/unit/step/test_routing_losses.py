@@ -1,7 +1,6 @@
 """Losses of sparse layers in the gradient of a step, and the buffers that it moves."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +24,6 @@ from ats_jax.model.stats import LayerStats, MoEStats, StackStats, by_layer
 from ats_jax.step.core import sums_and_grads
 from ats_jax.step.objective import Pretraining, Totals, batch_totals, loss_sums, routing_loss
 from ats_jax.step.parts.sparse import RESCUE_RATE, bias_rate, with_buffers
-from ats_jax.step.program import make_program
 
 SMALL = {
   "model.vocab_size": 16,
@@ -76,40 +74,20 @@ def routers(model):
   ]
 
 
-def with_weights(cfg, weights):
-  """The balance, sequence and z losses; numbers may be traced, so that one program serves all."""
-  names = ("aux_loss", "sequence_aux_loss", "z_loss")
-  moe = dataclasses.replace(cfg.moe, **dict(zip(names, weights, strict=True)))
-  return dataclasses.replace(cfg, moe=moe)
-
-
-@functools.cache
-def step_of(cfg):
-  """Gradients and the buffers afterwards, as the train step has them."""
-
-  @jax.jit
-  def step(model, batch, weights):
-    weighted = with_weights(cfg, weights)
-    key = jax.random.key(0)
-    whole = batch_totals(batch, TRAINING)
-    _, stats, grads = sums_and_grads(Pretraining(weighted), model, batch, whole, key, TRAINING)
-    new = with_buffers(cfg, model, stats, jnp.int32(0), TRAINING)
-    buffers = [{"bias": r.bias_E[...], "load": r.load_E[...]} for r in routers(new)]
-    return grads, buffers, by_layer(stats, model.layout, "moe")
-
-  return step
-
-
-DROPLESS = SMALL | {"moe.num_shared": 1}
-
-
 @pytest.mark.thorough
 def test_each_loss_enters_the_gradient_by_its_formula(mesh):
   """Means over tokens (or rows) of all micro-batches, then over layers; padding counts nowhere."""
   rows = ragged_rows()
+  cfg = tiny_config(SMALL | {"moe.num_shared": 1})
   with jax.enable_x64(True):
-    cfg = tiny_config(DROPLESS)
-    model, step = decoder64(cfg), step_of(cfg)
+    model = decoder64(cfg)
+
+    @jax.jit
+    def step(model, batch, weights):  # traced, so that one program serves all
+      losses = zip(("aux_loss", "sequence_aux_loss", "z_loss"), weights, strict=True)
+      weighted = dataclasses.replace(cfg, moe=dataclasses.replace(cfg.moe, **dict(losses)))
+      whole, key = batch_totals(batch, TRAINING), jax.random.key(0)
+      return sums_and_grads(Pretraining(weighted), model, batch, whole, key, TRAINING)[2]
 
     @jax.jit
     def plain(params, weights):
@@ -129,7 +107,7 @@ def test_each_loss_enters_the_gradient_by_its_formula(mesh):
 
     by_weight = []
     for weights in (np.zeros(3), *np.diag([0.5, 0.3, 0.2])):
-      grads, *_ = step(model, micro_batches(rows, 2), weights)
+      grads = step(model, micro_batches(rows, 2), weights)
       want = plain(trainable(model), weights)
       assert_trees_close(grads, want, rtol=RTOL, atol=ATOL)
       assert all(np.abs(np.asarray(grad)).max() > 1e-4 for grad in jax.tree.leaves(want))
@@ -140,38 +118,10 @@ def test_each_loss_enters_the_gradient_by_its_formula(mesh):
   assert np.abs(effects[0] - effects[1]).max() > 1e-3
 
 
-@pytest.mark.thorough
-def test_the_balance_loss_takes_the_shares_of_the_step_before(mesh):
-  """`E * sum_i f_i P_i`, f of the whole last batch, P of the batch at hand."""
-  rows, other = ragged_rows(), ragged_rows()
-  other["tokens"] = other["tokens"][::-1]
-  tokens = np.sum(rows["segment_ids"] > 0)
-  with jax.enable_x64(True):
-    cfg = tiny_config(DROPLESS)
-    model, step = decoder64(cfg), step_of(cfg)
-    _, (buffers,), stats = step(model, micro_batches(rows, 2), np.zeros(3))
-    np.testing.assert_allclose(np.sum(stats.load_E, axis=1), 2 * tokens)
-    f_LE = np.asarray(buffers["load"])
-    np.testing.assert_allclose(f_LE, stats.load_E / (2 * tokens), rtol=1e-12)
-
-    (router,) = routers(model)
-
-    def balance(load_LE):
-      router.load_E[...] = jnp.array(load_LE)
-      return np.asarray(step(model, micro_batches(other, 2), np.zeros(3))[2].balance)
-
-    # The sum of each expert's probabilities, from a load that falls on it alone.
-    p_LE = np.stack([balance(np.eye(4)[[e, e]]) / 4 for e in range(4)], axis=1)
-    np.testing.assert_allclose(np.sum(p_LE, axis=1), tokens, rtol=1e-12)
-    np.testing.assert_allclose(balance(f_LE), 4 * np.sum(f_LE * p_LE, axis=1), rtol=1e-12)
-  # Not balanced: there is something to see.
-  assert np.all(np.ptp(f_LE, axis=1) > 0.1) and np.all(np.ptp(p_LE, axis=1) > 1.0)
-
-
 def abstract(changes):
   """A config and the shapes of its model: dense, then two sparse layers, or as changed."""
   cfg = tiny_config(SMALL | {"model.num_layers": 3, "moe.dense_first": 1} | changes)
-  return cfg, make_program(cfg).init(abstract=True).model
+  return cfg, jax.eval_shape(lambda: make_decoder(cfg))
 
 
 def crafted_stats(model, **fields):

@@ -23,6 +23,14 @@ RTOL = 2e-5  # float32; the same terms are summed in another order
 # Adam divides by the root of the second moment: where a gradient is near 0 (1e-6 and less), its
 # rounding moves each update by a visible share of the step lr = 1e-2.
 UPDATE_ATOL = 1e-4
+SETTINGS = {
+  "optimizer.warmup_steps": 3,
+  "optimizer.grad_clip": 0.5,
+  "optimizer.ema_decay": 0.7,
+  "step.accum_steps": 4,
+  "step.z_loss": 1e-2,
+  "step.label_smoothing": 0.1,
+}
 
 
 def snapshot(tree):
@@ -41,10 +49,7 @@ def norm(tree):
 @pytest.mark.compat
 def test_several_steps_equal_a_plain_optax_loop(mesh):
   """Of micro-batches; the state is donated, the step compiles once, each has a rate of its own."""
-  cfg = tiny_config(
-    {"optimizer.warmup_steps": 3, "optimizer.grad_clip": 0.5, "optimizer.ema_decay": 0.7}
-    | {"step.accum_steps": 4, "step.z_loss": 1e-2, "step.label_smoothing": 0.1}
-  )
+  cfg = tiny_config(SETTINGS)
   program, state = canonical.program(cfg), canonical.state(cfg)
   model = jax.tree.map(jnp.copy, state.model)
   ema, rates = float64(model), []
@@ -119,7 +124,7 @@ def test_the_average_and_the_metrics_of_a_bfloat16_model_are_float32(mesh):
 
 @pytest.mark.compat
 def test_abstract_state_has_the_types_of_the_real_one(mesh):
-  cfg = tiny_config({"optimizer.ema_decay": 0.9})
+  cfg = tiny_config(SETTINGS)
   real, abstract = canonical.state(cfg), canonical.program(cfg).init(abstract=True)
   assert jax.tree.structure(real) == jax.tree.structure(abstract)
   types = lambda state: [
@@ -129,6 +134,6 @@ def test_abstract_state_has_the_types_of_the_real_one(mesh):
 
 
 def test_the_seed_decides_the_weights(mesh):
-  models = (canonical.state(canonical.config("dense", {"seed": seed})).model for seed in (0, 1))
+  models = (canonical.state(tiny_config(SETTINGS | {"seed": seed})).model for seed in (0, 1))
   same = [np.array_equal(x, y) for x, y in zip(*map(jax.tree.leaves, models), strict=True)]
   assert sum(same) == 3  # the norm scales, all ones
