@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import EVALUATION, make_decoder, make_test_mesh, pack, tiny_config
+from helpers import EVALUATION, make_decoder, make_test_mesh, pack
 
 from ats_jax.config.schema import SampleConfig
 from ats_jax.data.tokens.tokenizer import ByteTokenizer
@@ -26,8 +26,18 @@ RTOL, ATOL = 1e-5, 2e-5
 GREEDY = SampleConfig(max_tokens=12, temperature=0.0, top_p=1.0)
 HOT = SampleConfig(max_tokens=30, temperature=50.0, top_p=1.0)  # almost uniform
 TOKENIZER = ByteTokenizer()
-# Weights larger than at initialisation: logits differ clearly and depend on the context.
-CFG = tiny_config({"model.vocab_size": 384, "model.init_std": 0.3, "model.qk_norm": True})
+# With windows, sinks and scaled positions. Weights larger than at initialisation: logits differ
+# clearly and depend on the context.
+CFG = canonical.config(
+  "window",
+  {
+    "model.vocab_size": 384,
+    "model.init_std": 0.3,
+    "model.rope_scaling.name": "yarn",
+    "model.rope_scaling.factor": 4.0,
+    "model.rope_scaling.original_len": 8,
+  },
+)
 
 
 @jax.jit
@@ -68,7 +78,7 @@ def test_greedy_tokens_equal_the_argmax_of_the_full_forward(mesh, prompt):
 
 
 def test_extending_a_cache_gives_the_logits_of_the_full_forward(mesh):
-  model, parts = canonical.model(CFG), [5, 1, 1, 9]
+  model, parts = canonical.model(CFG), [8, 1, 1, 8]
   ids = np.random.default_rng(0).integers(0, 256, sum(parts)).astype(np.int32)
   cache = model.empty_cache(1, 32, EVALUATION, jnp.dtype("float32"))
   cache = jax.tree.map(lambda a: a + 9.0, cache)  # slots ahead must not be read

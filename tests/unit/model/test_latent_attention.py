@@ -1,4 +1,4 @@
-"""Latent attention: the formulas head by head, with a cache, over devices, and counted."""
+"""Latent attention: the formulas head by head, over devices, and counted."""
 
 import functools
 
@@ -134,35 +134,6 @@ def test_over_devices_as_on_one():
     "kv": (6, 2, 18),
     "out": (2, 10, 16),
   }
-
-
-def test_with_a_cache_of_latents_as_without(mesh):
-  cfg = tiny_config(LATENT | {"model.q_latent_dim": 0, "model.v_head_dim": 18})
-  x = inputs()[0]
-  positions = np.broadcast_to(np.arange(SEQ, dtype=np.int32), (BATCH, SEQ))
-
-  @jax.jit
-  def whole(attn, x, positions):
-    x, positions = reshard(x, "batch", "seq", "act_embed"), reshard(positions, "batch", "seq")
-    tokens = tokens_at(cfg.model, positions, jnp.ones_like(positions))
-    return attn(x, tokens.rope, segment_ids_BT=tokens.segment_ids_BT)[0]
-
-  @jax.jit
-  def extend(attn, x, positions, cache):
-    x, positions = reshard(x, "batch", "seq", "act_embed"), reshard(positions, "batch", "seq")
-    table = tokens_at(cfg.model, positions, jnp.ones_like(positions)).rope
-    return attn(x, table, cache=cache, index_BT=positions)
-
-  attn = jax.jit(lambda: make(cfg))()
-  want = whole(attn, x, positions)
-  cache = jax.jit(lambda: attn.empty_cache((1, BATCH, SEQ + 3), jnp.float32))()
-  assert [a.shape[-1] for a in cache] == [12, 6]  # no heads
-  cache = jax.tree.map(lambda a: a[0], cache)
-  got = []
-  for begin, end in ((0, 7), *((t, t + 1) for t in range(7, SEQ))):
-    y, cache = extend(attn, x[:, begin:end], positions[:, begin:end], cache)
-    got.append(np.asarray(y))
-  np.testing.assert_allclose(np.concatenate(got, axis=1), want, RTOL, ATOL)
 
 
 def test_parameters_flops_and_cache_are_counted(mesh):

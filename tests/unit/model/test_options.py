@@ -1,11 +1,9 @@
-"""What families of models have beside the usual: with a cache as without, and counted."""
+"""What families of models have beside the usual: windows, scaled positions, and their counts."""
 
-import canonical
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import EVALUATION, make_decoder, tiny_config
+from helpers import make_decoder, tiny_config
 
 from ats_jax.config.build import with_settings
 from ats_jax.config.schema import Config
@@ -14,7 +12,6 @@ from ats_jax.model.count import count, window_share
 from ats_jax.model.layer_kinds import layer_kinds
 from ats_jax.model.layout import segments
 from ats_jax.ops.rope import Scaling, frequencies
-from ats_jax.sharding.apply import reshard
 
 WINDOWS = {"model.num_layers": 4, "model.window": 5, "model.full_every": 2}
 SLOW = {
@@ -25,31 +22,6 @@ SLOW = {
   "rope_scaling.slow_turns": 0.25,
 }
 YARN = {f"model.{name}": value for name, value in SLOW.items()}
-
-
-def test_with_a_cache_as_without(mesh):
-  cfg = canonical.config("window", YARN | {"model.init_std": 0.3})
-  waves = lambda a: 0.3 * jnp.cos(jnp.arange(a.size, dtype=a.dtype)).reshape(a.shape)
-  # No bias is 0 and no sink, as they are at first.
-  model = jax.jit(lambda: jax.tree.map(lambda a: a + waves(a), make_decoder(cfg)))()
-  tokens = np.random.default_rng(0).integers(0, 64, (2, 16)).astype(np.int32)
-  positions = np.broadcast_to(np.arange(16, dtype=np.int32), tokens.shape)
-  ones = np.ones_like(tokens)
-  whole, _ = jax.jit(
-    lambda model: model(tokens, positions_BT=positions, segment_ids_BT=ones, rules=EVALUATION)
-  )(model)
-
-  @jax.jit
-  def take(model, tokens, positions, cache):
-    real = reshard(jnp.ones_like(tokens, bool), "batch", "seq")
-    return model.extend(tokens, positions, real, cache, EVALUATION)
-
-  cache = model.empty_cache(2, 20, EVALUATION, jnp.float32)
-  found = []
-  for part in (slice(0, 9), *(slice(at, at + 1) for at in range(9, 16))):
-    x, cache = take(model, tokens[:, part], positions[:, part], cache)
-    found.append(np.asarray(x))
-  np.testing.assert_allclose(np.concatenate(found, axis=1), whole, 1e-4, 1e-5)
 
 
 def test_which_layers_have_a_window():

