@@ -149,7 +149,8 @@ def test_prompts_of_similar_length_share_a_compiled_program(mesh):
   of = lambda prompt: list(generate_tokens(model, TOKENIZER, GREEDY, prompt=prompt, seed=0))
   of("a")
   programs = generator._extend._cache_size()  # for the prompt and for one token
-  of("another"), of("fifteen letters")
+  for prompt in ("another", "fifteen letters"):
+    of(prompt)
   assert generator._extend._cache_size() == programs
 
 
