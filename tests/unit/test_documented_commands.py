@@ -1,28 +1,37 @@
-"""Every command and every Python block that the documents show is run, at toy size."""
+"""Every command that the documents show has flags that exist, and prints what is shown below it.
 
+Every Python block runs. `documents.Reader` says which commands are run and how they are made small.
+"""
+
+import json
 import os
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
 
 import pytest
-from commands import REFUSED, called, forked
+from commands import forked
 from documents import (
   DOCUMENTS,
+  NOT_PRODUCED,
   ROOT,
   SHELL,
-  TRAINED,
   Command,
   Reader,
+  Shown,
   blocks,
+  make_small_run,
+  missing,
   parse,
+  reason,
   shown,
-  unlike,
-  write_texts,
 )
+from messages import is_said, programs_texts
 
-from ats_jax.config.text import text_of
+from ats_jax.exits import DONE, FAULT, REFUSED
+from ats_jax.metrics.files import JsonlWriter
 from ats_jax.orchestrator import hooks
 from ats_jax.verbs import VERBS
 
@@ -42,27 +51,20 @@ NOT_RUN = {
 PLACEHOLDER = re.compile(
   r"(?<![\w=/])(VERB|FILE|RUN|FOLDER|WORKDIR|OTHER)(?!\w)|\.\.\.|\[-|\||\$[A-Z]"
 )
-# Verbs likewise.
-VERBS_NOT_RUN = {
-  "config import": "needs a file of another program; tests/unit/bridge imports some",
-  "bridge import": "needs a folder of another program; tests/unit/bridge imports some",
-  "bridge export": "likewise",
-  "bridge verify": "likewise, and torch; tests/bridge does",
-  "bridge train": "needs torch; tests/bridge trains so",
-}
-# Documents whose commands and Python are run elsewhere.
+# Documents whose Python is run elsewhere.
 RUN_ELSEWHERE = {
   "docs/reference/api.md": "tests/unit/test_api.py",
   "docs/guides/hugging_face.md": "it needs torch and models; tests/bridge does the same",
-  "docs/reference/cli.md": "tests/unit/verbs/test_verbs.py parses each; guides show the same",
 }
+# Verbs that are run at the size that is shown, so that numbers are compared too.
+TRUE_SIZE = ("plan", "data")
 
 
 def identify(path):
   return str(path.relative_to(ROOT))
 
 
-WITH_COMMANDS = [p for p in DOCUMENTS if shown(p) and identify(p) not in RUN_ELSEWHERE]
+WITH_COMMANDS = [path for path in DOCUMENTS if shown(path)]
 WITH_PYTHON = [path for path in DOCUMENTS if any(b.language == "python" for b in blocks(path))]
 
 
@@ -75,38 +77,31 @@ def _no_hook_stays():
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-  """The workdir of a small run, for the commands that read one."""
-  folder = tmp_path_factory.mktemp("small")
-  write_texts(folder / "text")
-  settings = TRAINED | {"data.paths": folder / "text"}
-  flags = [f"--config.{name}={text_of(value)}" for name, value in settings.items()]
-  result = called("train", "--config=configs/debug.py", f"--workdir={folder / 'run'}", *flags)
-  assert result.code == 0, result.err
-  return folder / "run"
+def small(tmp_path_factory):
+  """The small run for the commands that read one."""
+  return make_small_run(tmp_path_factory.mktemp("small"))
 
 
 @pytest.fixture(scope="module")
 def seen():
-  """What trainings of documents before this one have shown; the small run is the plainest.
-
-  Variants that mix others are left to the tests of configs.
-  """
-  return {"train", "plain", "--workdir", "hybrid", "null"}
+  """The lines and the `OWN_PARTS` that documents before this one have shown."""
+  return set()
 
 
 @pytest.mark.parametrize("path", WITH_COMMANDS, ids=identify)
 @pytest.mark.thorough
-def test_commands_that_are_shown_run(path, trained, seen, tmp_path):
-  reader = Reader(tmp_path, trained, seen, path)
-  for line, error, output in shown(path):
-    if (output or line not in seen) and not PLACEHOLDER.search(line):
-      follow(reader, line, error, output)
-      seen.add(line)
+def test_commands_that_are_shown_run_and_print_what_is_shown(path, small, seen, tmp_path):
+  reader = Reader(tmp_path, small, seen, path)
+  for command in (whole.without_excused(path) for whole in shown(path)):
+    if PLACEHOLDER.search(command.line) or (command.line in seen and not command.samples):
+      continue
+    follow(reader, command)
+    seen.add(command.line)
 
 
-def follow(reader: Reader, line: str, error: str = "", output: tuple[str, ...] = ()) -> None:
-  """Run a command, or see that what it names exists; compare the output of a plan."""
+def follow(reader: Reader, asked: Shown) -> None:
+  """Run a command and compare what it prints, or see that what it names exists."""
+  line = asked.line
   command = parse(line)
   kind = re.split(r"[./]", command.program)[0] or command.program
   if kind == "ats_jax":
@@ -114,23 +109,46 @@ def follow(reader: Reader, line: str, error: str = "", output: tuple[str, ...] =
     words = [verb, *command.words] if dot else command.words
     verb = words[0] if words else "--help"
     assert verb in VERBS or verb.startswith("--"), f"{line}: there is no such verb"
-    if " ".join(words[:2]) in VERBS_NOT_RUN:
+    if verb.startswith("--"):
       return
-    result = reader.run(command._replace(program=module, words=words), refused=bool(error))
+    result = reader.run(
+      command._replace(program=module, words=words),
+      sampled=bool(asked.samples),
+      refused=asked.is_refused,
+    )
     if result is None:
       return
-    wanted = REFUSED if error else 0
+    finds_fault = words[:2] == ["data", "validate"]  # the texts have records that are none
+    wanted = REFUSED if asked.is_refused else FAULT if finds_fault else DONE
     assert result.code == wanted, f"{line}\nended with {result.code}:\n{result.err[-2000:]}"
-    assert error in result.err.replace(f"{reader.folder}/", ""), f"{line}\n{result.err[-2000:]}"
-    if verb == "plan":  # the one that is run at the size that is shown
-      assert not (lines := unlike(output, result.out)), f"{line}\nno longer prints {lines}"
+    for sample in asked.samples:
+      sample = row_names(sample) if verb == "check_env" else sample
+      exactly = verb in TRUE_SIZE or asked.is_refused
+      lacks = [missing(sample, text, exactly=exactly) for text in (result.out, result.err)]
+      ends = f"{result.out[-4000:]}\n{result.err[-4000:]}"
+      assert "" in lacks, f"{line}\ndoes not print\n{min(lacks, key=len)}\nbut\n{ends}"
+  elif kind == "python":  # a line of Python that looks into a checkpoint, in its folder
+    (folder, *_) = reader.small.workdir.glob("checkpoints/[0-9]*")
+    done = subprocess.run(
+      [sys.executable, *command.words], cwd=folder, capture_output=True, text=True, check=True
+    )
+    assert asked.samples, f"{line}: there is no sample"
+    for sample in asked.samples:
+      assert not missing(sample, done.stdout, exactly=False), done.stdout
   elif kind == "make":
     made = make(command.words)
     for words in re.findall(r"^\S*python (-m ats_jax .*)", made, re.MULTILINE):
-      follow(reader, f"python {words}")
+      follow(reader, Shown(f"python {words}"))
   else:
+    assert not asked.samples, f"{line or 'no command'}: what prints {asked.samples}?"
     assert kind in NOT_RUN or command.program in NOT_RUN, f"{line}: nothing says how to run this"
     check_names(kind, command, line)
+
+
+def row_names(sample: tuple[str, ...]) -> tuple[str, ...]:
+  """Of a table of what a machine is, the first column: all else depends on the machine."""
+  names = (line.partition("  ")[0] for line in sample if line[0] not in " .")
+  return tuple(part for name in names for part in (f"{name} ...", "..."))
 
 
 def make(words: list[str]) -> str:
@@ -171,10 +189,10 @@ def check_names(kind: str, command: Command, line: str) -> None:
 
 
 @pytest.mark.parametrize("path", WITH_PYTHON, ids=identify)
-def test_python_that_is_shown_runs(path, trained, tmp_path):
+def test_python_that_is_shown_runs(path, small, tmp_path):
   if identify(path) in RUN_ELSEWHERE:
     return
-  shutil.copytree(trained, tmp_path / "runs" / "debug")
+  shutil.copytree(small.workdir, tmp_path / "runs" / "debug")
   code = [b.text.replace("/abs/", f"{tmp_path}/") for b in blocks(path) if b.language == "python"]
   script = tmp_path / "shown.py"
   script.write_text(
@@ -197,28 +215,84 @@ def test_python_that_is_shown_runs(path, trained, tmp_path):
 
 
 def test_what_is_not_run_is_shown_somewhere():
-  """The table of reasons holds no more than is needed."""
+  """The tables of reasons hold no more than is needed."""
   whole = {parse(command.line).program for path in WITH_COMMANDS for command in shown(path)}
   programs = whole | {re.split(r"[./]", program)[0] for program in whole}
   assert set(NOT_RUN) <= programs, set(NOT_RUN) - programs
+  excused = [
+    (path, sample)
+    for path in WITH_COMMANDS
+    for command in shown(path)
+    for sample in command.samples
+    if reason(path, sample)
+  ]
+  assert len({reason(path, sample) for path, sample in excused}) == len({*NOT_PRODUCED.values()})
+  for path, sample in excused:
+    for line in sample:
+      message = re.sub(r"^(\d\d:\d\d:\d\d )?(\w+: )?", "", line.strip())
+      is_row = "  " in message  # of a table
+      assert is_row or is_said(message, programs_texts()), f"{identify(path)}: {message}"
 
 
-def test_a_command_that_fails_is_noticed(trained, tmp_path):
-  reader = Reader(tmp_path, trained, set())
+def test_a_command_that_fails_is_noticed(small, tmp_path):
+  reader = Reader(tmp_path, small, set())
   train = "python -m ats_jax train --config=configs/debug.py --workdir=runs/x"
-  with pytest.raises(AssertionError, match="does not divide the 8 devices"):
-    follow(reader, f"{train} --config.mesh.fsdp=3")
+  devices = "XLA_FLAGS=--xla_force_host_platform_device_count=8"
+  with pytest.raises(ValueError, match="does not divide the 8 devices"):
+    follow(reader, Shown(f"{devices} {train} --config.mesh.fsdp=3"))
+  with pytest.raises(ValueError, match="seed_of"):
+    follow(reader, Shown(f"{train} --seed_of=3"))
   with pytest.raises(AssertionError, match="there is no such verb"):
-    follow(reader, "python -m ats_jax trian --workdir=runs/x")
+    follow(reader, Shown("python -m ats_jax trian --workdir=runs/x"))
   with pytest.raises(AssertionError, match="nothing says how"):
-    follow(reader, "wget something")
+    follow(reader, Shown("wget something"))
   with pytest.raises(AssertionError, match="no extra"):
-    follow(reader, "pip install 'ats_jax[nothing]'")
-  assert unlike(("fits: 12.4 of 74.0 GiB",), "a\n  fits: 12.5 of 74.0 GiB\n") == []
-  assert unlike(("fits: 12.4 of 74.0 GiB",), "fits: 13.9 of 74.0 GiB") != []
+    follow(reader, Shown("pip install 'ats_jax[nothing]'"))
+  with pytest.raises(AssertionError, match=r"does not print\s+total: 1 weights"):
+    follow(reader, Shown(train, (("total: 1 weights",),)))
+  with pytest.raises(AssertionError, match="what prints"):
+    follow(reader, Shown("pip install torch", (("Installed",),)))
+
+
+@pytest.mark.parametrize(
+  ("sample", "lacks"),
+  [
+    (("fits: 12.4 of 74.0 GiB",), ""),
+    (("fits: 13.9 of 74.0 GiB",), "fits: 13.9 of 74.0 GiB"),  # more than 5 % off
+    (("12:00:00 begins  at step 0",), ""),
+    (("run 03be5d61c29a4f78 ...",), ""),
+    (("run 03be5d61c29a4f78",), "run 03be5d61c29a4f78"),
+    (("begins at step 0", "run ... of a log"), ""),
+    (("begins at step 0", "...", "fits: 12.4 of 74.0 GiB"), ""),
+    (
+      ("begins at step 0", "fits: 12.4 of 74.0 GiB"),
+      "begins at step 0\nfits: 12.4 of 74.0 GiB",
+    ),
+    (("fits: 12.4 of 74.0 GiB", "...", "begins at step 0"), "begins at step 0"),
+    (("step at begins 0",), "step at begins 0"),
+  ],
+)
+def test_the_words_of_a_sample_are_compared(sample, lacks):
+  output = "09:10:11 begins at step 0\nrun 9f2c4e01d7a85b36 of a log\n\n  fits: 12.5 of 74.0 GiB\n"
+  assert missing(sample, output, exactly=True) == lacks
+  if "13.9" in lacks:
+    assert not missing(sample, output, exactly=False)
 
 
 def test_languages_of_fences_are_known():
+  """What has no language is commands, so that no sample escapes the comparison."""
   known = {"", *SHELL, "text", "python", "json", "toml", "yaml", "mermaid"}
   for path in DOCUMENTS:
-    assert {b.language for b in blocks(path)} <= known, path
+    for language, text in blocks(path):
+      assert language in known, path
+      listing = text.startswith(("workdir/", "GLIBC_", "RUN="))
+      assert language or listing or text.startswith(("ats-jax", "python", "pip")), text
+
+
+def test_a_row_with_a_number_that_is_none(tmp_path):
+  (row,) = (b.text for b in blocks(ROOT / "docs/reference/metrics.md") if b.language == "json")
+  writer = JsonlWriter(tmp_path / "metrics.jsonl")
+  writer.write_scalars(90, {"train/loss": float("nan")})
+  writer.close()
+  written = json.loads((tmp_path / "metrics.jsonl").read_text())
+  assert written | {"wall_time": json.loads(row)["wall_time"]} == json.loads(row)
