@@ -21,8 +21,6 @@ from program_cache import user_cache
 from xla_flags import QUICK, devices
 
 from ats_jax.config import from_config_dict
-from ats_jax.config.names import flatten, settings, unmet
-from ats_jax.config.text import text_of
 from ats_jax.sharding.mesh import mesh_sizes
 from ats_jax.sharding.rules import MESH_AXES
 from ats_jax.verbs.cli import Command as Verb
@@ -52,7 +50,6 @@ TOY = {
   "model.num_kv_heads": "4",
   "model.d_ff": "32",
   "model.vocab_size": "0",
-  "moe.d_ff": "16",
   "step.loss_chunk_tokens": "64",
   "optimizer.warmup_steps": "1",
   "optimizer.warmup_fraction": "0.0",
@@ -60,12 +57,10 @@ TOY = {
   "eval.every_steps": "2",
   "eval.num_batches": "1",
   "eval.bigram_baseline": "false",
-  "orchestrator.check_interval": "2",
-  "orchestrator.snapshot_gb": "0.1",
   "sample.max_tokens": "4",
 }
 # The run that readers of workdirs are given: its curve can be extrapolated.
-TRAINED = {n: v for n, v in TOY.items() if n not in ("moe.d_ff", "orchestrator.snapshot_gb")} | {
+TRAINED = TOY | {
   "num_steps": "60",
   "data.tokenizer": "bpe",
   "data.bpe_vocab_size": "300",
@@ -87,23 +82,22 @@ PATHS = (
 OWN_CODE = ("--config=", "--config.extensions=")  # it stays in the process that loads it
 # What is not run either: it takes long, or needs another program's files.
 ONLY_CHECKED = ("plan", "bench", "tune", "bridge", "config")
-# Samples that no small run prints, by document and first words, and what does. Their words are
-# those of the program.
+# Samples that no small run prints, by document and first words, and what it would take. Their words
+# are those of the program.
 NOT_PRODUCED = {
-  ("guides/jobs.md", "job: 2 processes"): "several processes; tests/multidevice/test_job.py",
-  ("guides/jobs.md", "2 devices instead of 4"): "other devices; tests/multidevice",
-  ("guides/jobs.md", "launch: process 1 was killed"): "a fault; tests/multidevice/test_job.py",
-  ("guides/jobs.md", "orchestrator: the device is out of memory"): "a fault; tests/e2e",
-  ("guides/hugging_face.md", "step 0 of runs/qwen"): "a published model; tests/bridge",
-  ("reference/checkpoints.md", "checkpoint 400 is damaged"): "a fault; tests/unit/checkpoint",
-  ("reference/checkpoints.md", "no intact checkpoint"): "a fault; tests/unit/checkpoint",
-  ("reference/checkpoints.md", "checkpoint runs/debug/checkpoints"): "likewise",
+  ("guides/jobs.md", "job: 2 processes"): "several processes",
+  ("guides/jobs.md", "2 devices instead of 4"): "another number of devices",
+  ("guides/jobs.md", "launch: process 1 was killed"): "a process that is killed",
+  ("guides/jobs.md", "orchestrator: the device is out of memory"): "too little memory",
+  ("guides/hugging_face.md", "step 0 of runs/qwen"): "a published model",
+  ("reference/checkpoints.md", "checkpoint 400 is damaged"): "a damaged checkpoint",
+  ("reference/checkpoints.md", "no intact checkpoint"): "the same",
+  ("reference/checkpoints.md", "checkpoint runs/debug/checkpoints"): "one of another run",
   ("reference/checkpoints.md", "error: s3://bucket/run needs s3fs"): "a missing package",
 }
 
 _CONFIG_FILE = """
 from ats_jax.config import base_config
-from ats_jax.config.text import text_of
 
 
 def get_config(variant: str = ""):
@@ -153,7 +147,7 @@ class Shown(NamedTuple):
 
   def without_excused(self, path: Path) -> "Shown":
     """The command with those samples that a small run can print; `path` is the document."""
-    samples = (sample for sample in self.samples if not reason(path, sample))
+    samples = (sample for sample in self.samples if not is_excused(path, sample))
     return self._replace(samples=tuple(samples))
 
   @property
@@ -183,15 +177,12 @@ def shown(path: Path) -> list[Shown]:
   return found[0 if found[0].samples else 1 :]
 
 
-def reason(path: Path, sample: tuple[str, ...]) -> str:
-  """Why no small run prints a sample of a document; "" if one does."""
+def is_excused(path: Path, sample: tuple[str, ...]) -> bool:
+  """Whether a sample of a document is one of NOT_PRODUCED."""
   first = _TIME.sub("", sample[0])
-  found = (
-    why
-    for (name, words), why in NOT_PRODUCED.items()
-    if path == ROOT / "docs" / name and first.startswith(words)
+  return any(
+    path == ROOT / "docs" / name and first.startswith(words) for name, words in NOT_PRODUCED
   )
-  return next(found, "")
 
 
 def missing(sample: tuple[str, ...], output: str, *, exactly: bool) -> str:
@@ -266,6 +257,11 @@ def parse(line: str) -> Command:
   return Command(env, "ats_jax" if program == "ats-jax" else program, rest)
 
 
+def flags_of(values: dict[str, str]) -> list[str]:
+  """Flags that give settings values."""
+  return [f"--config.{name}={value}" for name, value in values.items()]
+
+
 class SmallRun(NamedTuple):
   """A small training of configs/debug.py.
 
@@ -284,8 +280,7 @@ def make_small_run(folder: Path) -> SmallRun:
   """Train on some texts, in a folder of its own."""
   text, run = folder / "text", folder / "run"
   write_texts(text)
-  sizes = TRAINED | {"data.paths": text}
-  words = [f"--config.{name}={text_of(value)}" for name, value in sizes.items()]
+  words = flags_of(TRAINED | {"data.paths": str(text)})
   result = called("train", "--config=configs/debug.py", f"--workdir={run}", *words)
   assert result.code == 0, result.err
   return SmallRun(run, text, result)
@@ -332,7 +327,7 @@ class Reader:
     if verb in DEFAULTS and not asks and not any(w.startswith("--config=") for w in words):
       words = [*words, *DEFAULTS[verb]]
     goes_on = refused or (sampled and "--config.mesh." in " ".join(words))
-    words = [self._replaced(word, new=verb == "train" and not goes_on) for word in words]
+    words = [self._replaced(word, new=verb in ("train", "data") and not goes_on) for word in words]
     if not (refused or asks):
       check(verb, words, _virtual_devices(command))
     if verb == "train" and sampled and not any(w.startswith("--config.") for w in words):
@@ -415,8 +410,8 @@ class Reader:
 
   def _as_small_run(self, words: list[str]) -> list[str]:
     """Flags of a training that goes on with the small run: it is complete, so it takes no step."""
-    sizes = TRAINED | {"data.paths": self.small.text, "sample.prompt": ""}
-    return [*(f"--config.{name}={text_of(value)}" for name, value in sizes.items()), *words]
+    sizes = TRAINED | {"data.paths": str(self.small.text), "sample.prompt": ""}
+    return flags_of(sizes) + words
 
   def _small(self, words: list[str]) -> list[str]:
     """Flags of a training with all sizes cut down."""
@@ -429,9 +424,7 @@ class Reader:
     tokenizer = [w for w in words if w.startswith(f"--config.data.tokenizer={self.folder}")]
     if tokenizer:
       kept, _ = [*kept, *tokenizer], sizes.pop("data.tokenizer")
-    return kept + [
-      f"--config.{name}={text_of(value)}" for name, value in with_effect(kept, sizes).items()
-    ]
+    return kept + flags_of(sizes)
 
 
 def _virtual_devices(command: Command) -> int:
@@ -468,16 +461,6 @@ def check(verb: str, words: list[str], num_devices: int = 0) -> None:
   sizes = (max(1, getattr(cfg.mesh, axis)) for axis in MESH_AXES)
   if "--fit" not in words:
     mesh_sizes(cfg, *asked or [num_devices or math.prod(sizes)])
-
-
-def with_effect(words: list[str], sizes: dict[str, str]) -> dict[str, str]:
-  """Those of `sizes` that have an effect in the run that a command asks for."""
-  values = flags.FlagValues()
-  config = ConfigFlag(values)
-  values(["train", *(word for word in words if word.startswith("--config"))])
-  flat = flatten(config.nested())
-  fields = settings(flat)
-  return {n: v for n, v in sizes.items() if n not in fields or unmet(n, fields, flat) is None}
 
 
 def write_texts(folder: Path) -> None:

@@ -22,10 +22,10 @@ from documents import (
   Reader,
   Shown,
   blocks,
+  is_excused,
   make_small_run,
   missing,
   parse,
-  reason,
   shown,
 )
 from messages import is_said, programs_texts
@@ -219,14 +219,9 @@ def test_what_is_not_run_is_shown_somewhere():
   whole = {parse(command.line).program for path in WITH_COMMANDS for command in shown(path)}
   programs = whole | {re.split(r"[./]", program)[0] for program in whole}
   assert set(NOT_RUN) <= programs, set(NOT_RUN) - programs
-  excused = [
-    (path, sample)
-    for path in WITH_COMMANDS
-    for command in shown(path)
-    for sample in command.samples
-    if reason(path, sample)
-  ]
-  assert len({reason(path, sample) for path, sample in excused}) == len({*NOT_PRODUCED.values()})
+  samples = [(path, one) for path in WITH_COMMANDS for c in shown(path) for one in c.samples]
+  excused = [(path, sample) for path, sample in samples if is_excused(path, sample)]
+  assert len(excused) == len(NOT_PRODUCED) + 1  # one row has two messages
   for path, sample in excused:
     for line in sample:
       message = re.sub(r"^(\d\d:\d\d:\d\d )?(\w+: )?", "", line.strip())
