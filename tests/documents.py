@@ -69,8 +69,6 @@ TRAINED = TOY | {
   "eval.every_steps": "2",
   "eval.bigram_baseline": "true",
   "log.every_steps": "2",
-  "orchestrator.mode": "observe",
-  "orchestrator.check_interval": "20",
 }
 # A training is run if its output is shown, and the first that names a file for one of these flags.
 # Of the others all flags, settings and meshes are checked: tests/e2e and tests/multidevice train.
@@ -80,8 +78,8 @@ PATHS = (
   "--config.data.validation_sets", "--paths",
 )  # fmt: skip
 OWN_CODE = ("--config=", "--config.extensions=")  # it stays in the process that loads it
-# What is not run either: it takes long, or needs another program's files.
-ONLY_CHECKED = ("plan", "bench", "tune", "bridge", "config")
+# What is not run either: it takes long, or needs what the small run does not have.
+ONLY_CHECKED = ("plan", "bench", "tune", "bridge", "config", "decisions")
 # Samples that no small run prints, by document and first words, and what it would take. Their words
 # are those of the program.
 NOT_PRODUCED = {

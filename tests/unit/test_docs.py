@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 import pytest
-from messages import is_said, programs_texts
 
 from ats_jax import api
 from ats_jax.config.names import KINDS, all_settings
@@ -24,8 +23,6 @@ OTHER_NAMES = {
   "optimizer.params.lr", "optimizer.params.betas",
 }  # fmt: skip
 FILES = (".txt", ".md", ".py", ".json", ".jsonl", ".csv", ".gguf")
-# Messages that a guide explains and that are the system's, or consist of values alone.
-UNCHECKED = {"Bus error", "devices: ... x cpu", "attention: xla"}
 SPEED = re.compile(
   r"\d[\d.,]*\s(?:%\s)?(?:tokens/s|tokens\sa\ssecond|tokens\sper\ssecond|tok/s|MFU)\b"
   r"|\d[\d.,]*\s(?:%|times)\s(?:faster|slower|as\sfast|less\stime)\b|\b\d+\.\d+x\b"
@@ -135,18 +132,6 @@ def is_in_module(name: str) -> bool:
   """Whether a name is that of a module of the package, or of something in one."""
   section, _, rest = name.partition(".")
   return (ROOT / "ats_jax" / section / f"{rest.partition('.')[0]}.py").is_file()
-
-
-def test_messages_that_are_quoted_exist():
-  """The entries of the guide to messages; `...` stands for values."""
-  program = programs_texts()
-  text = (ROOT / "docs/guides/troubleshooting.md").read_text(encoding="utf-8")
-  entries = re.findall(r"^- \*\*(.*?)\*\*", text, re.MULTILINE | re.DOTALL)
-  quotes = {quote for entry in entries for quote in re.findall(r"`([^`]+)`", entry)} - UNCHECKED
-  unknown = [quote for quote in quotes if not is_said(" ".join(quote.split()), program)]
-  assert not unknown, unknown
-  assert is_said("runs/a holds a run with other settings:", program)
-  assert not is_said("runs/a contains a run with other settings:", program)
 
 
 def test_speed_is_claimed_in_tables_only():
