@@ -10,8 +10,8 @@ from helpers import tiny_config
 from ats_jax.cluster.preflight import measure
 from ats_jax.model.count import count
 from ats_jax.planner.abstract import abstract_mesh, abstract_state, device_bytes
-from ats_jax.planner.describe import describe, render_plan
 from ats_jax.planner.hardware import COLLECTIVES, Hardware, typical
+from ats_jax.planner.memory import state_memory
 from ats_jax.planner.seconds import render_seconds, step_seconds
 from ats_jax.sharding.mesh import on_mesh
 
@@ -183,20 +183,22 @@ def test_a_pipeline_idles_and_computes_again():
 
 def test_compressed_gradients_have_a_rest_on_each_device():
   mesh = {"data": 2, "fsdp": 2, "accum": 2}
-  whole, sent = (describe(config(**mesh, **more), 4, RATES)
-                 for more in ({}, {"compress_gradients": "fp8"}))  # fmt: skip
+  rest = {}
+  for sent in ("none", "fp8"):
+    cfg = config(compress_gradients=sent, **mesh)
+    on, state = abstract(cfg)
+    with on_mesh(cfg, on):
+      rest[sent] = state_memory(cfg, state)["unsent gradients"]
   matrices = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64) + 2 * 384 * 32
-  assert whole["device_bytes_exact"]["unsent gradients"] == 0
-  assert sent["device_bytes_exact"]["unsent gradients"] == 4 * matrices // 2
-  whole, sent = (p["step_seconds"]["parts"]["gradients summed"] for p in (whole, sent))
-  assert sent < whole
+  assert rest == {"none": 0, "fp8": 4 * matrices // 2}
+  whole, sent = (parts(**mesh), parts(compress_gradients="fp8", **mesh))
+  assert sent["gradients summed"] < whole["gradients summed"]
 
 
 def test_what_was_not_measured_is_said():
   alone = dataclasses.replace(RATES, devices=1, collectives={})
-  plan = describe(config(fsdp=4), 4, alone)
-  assert "weights gathered            not measured" in render_plan(plan)
-  assert "a step, from rates" not in render_plan(plan | {"step_seconds": None})
+  text = "\n".join(render_seconds(seconds(alone, fsdp=4), 1))
+  assert "weights gathered            not measured" in text
   with pytest.raises(ValueError, match="matmuls were measured in float16 only"):
     seconds(dataclasses.replace(RATES, matmul_flops={"float16": 1e12}), fsdp=4)
 
