@@ -18,7 +18,7 @@ from ats_jax.orchestrator.record.narrate import tell
 from ats_jax.orchestrator.supervisor import Supervisor
 
 DOC = Path(__file__).parents[3] / "docs" / "guides" / "orchestrator.md"
-CFG = canonical.config("dense", canonical.SUPERVISED | {"orchestrator.check_interval": 4})
+CFG = canonical.config("dense", canonical.SUPERVISED)
 
 
 @pytest.fixture
@@ -36,9 +36,9 @@ def test_a_new_action_goes_all_the_way(mesh, tmp_path, action):
   state, probe = canonical.state(CFG), counting_rows(10**6)
   supervisor, heads = Supervisor(program, probe, path), {}
   supervisor.start(0, state)
-  hook = hooks.register(lambda look: action(8.0) if look.step == 8 else None)
+  hook = hooks.register(lambda look: action(8.0) if look.step == 16 else None)
   try:
-    for step in range(1, 40):
+    for step in range(1, 80):
       batch = micro_batches(counting_rows(step), 1)
       state, metrics = program.train_step(state, batch, program.training_rules(step))
       before = np.asarray(state.model.embed.weight[...])

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import Lent, counting_rows, make_test_mesh, micro_batches
+from helpers import Lent, counting_rows, micro_batches
 from readings import INTERVAL, reading
 
 from ats_jax.config.schema import OrchestratorConfig
@@ -29,9 +29,7 @@ from ats_jax.orchestrator.policy.state import Finding, Judgement, Plateau, Polic
 from ats_jax.orchestrator.record import ledger
 from ats_jax.orchestrator.record.narrate import tell
 from ats_jax.orchestrator.supervisor import Supervisor
-from ats_jax.orchestrator.trials.paired import Effect, ReplayedUpdates
-from ats_jax.sharding.mesh import to_global
-from ats_jax.step.program import make_program
+from ats_jax.orchestrator.trials.paired import Effect
 from lab.faults.inject import Fault, with_faults
 
 ACT = OrchestratorConfig(mode="act", check_interval=INTERVAL, raise_learning_rate=True)
@@ -211,29 +209,6 @@ def test_the_winner_is_the_state_of_a_run_with_that_rate(program):
   assert int(state.step) == step
   for a, b in zip(jax.tree.leaves(state.model), jax.tree.leaves(by_hand.model), strict=True):
     np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
-
-
-@pytest.mark.thorough
-def test_steps_are_made_again_on_eight_devices_by_the_program_that_there_is():
-  mesh = make_test_mesh(2, 2, 2)
-  with jax.set_mesh(mesh):
-    program = make_program(CFG)
-    state, probe = program.init(), to_global(counting_rows(10**6), mesh)
-    look = lambda model: program.eval_step(model, probe, program.rules(1))
-    compiled = program.compile_train_step(state, program.training_rules(1))
-    rerun = ReplayedUpdates(0, state, HIGHER, look(state.model), program.rules(1))
-    for step in (1, 2):
-      batch = to_global(micro_batches(counting_rows(step), 1), mesh)
-      again = lambda state, batch=batch: compiled(state, batch)
-      state, metrics = again(state)
-      rerun.add(again, metrics)
-    kept = np.asarray(state.model.embed.weight[...])
-    left, other, effect = rerun.make(program.cfg, state, look)
-    back = left.resume()
-    assert other.model.embed.weight[...].sharding == back.model.embed.weight[...].sharding
-    np.testing.assert_array_equal(back.model.embed.weight[...], kept)
-    assert int(other.step) == int(state.step) == 2 and effect.changed != effect.without
-    compiled(back, batch)
 
 
 @pytest.mark.thorough

@@ -27,7 +27,7 @@ from ats_jax.orchestrator.trials.snapshots import (
 )
 from lab.faults.inject import Fault, with_faults
 
-FAULT_STEP, STEPS = 160, 220
+FAULT_STEP, STEPS = 128, 180
 # The default schedule, so that the rate is low at the end.
 CFG = tiny_config(
   {
@@ -124,10 +124,9 @@ def test_the_host_reads_only_at_looks_and_only_what_is_old(program, monkeypatch)
   assert read == [x for look in range(2 * EVERY, 41, EVERY) for x in ((look, EVERY), (look, 1))]
 
 
-@pytest.mark.parametrize("factor", [np.nan, 100.0])
-def test_a_spoilt_state_is_rolled_back(program, tmp_path, clean_loss, factor):
+def test_a_spoilt_state_is_rolled_back(program, tmp_path, clean_loss):
   run = Run(program, tmp_path / "decisions.jsonl")(FAULT_STEP)
-  run.spoil(factor)
+  run.spoil(np.nan)
   programs = program.train_step._cache_size(), program.eval_step._cache_size()
   run(STEPS - FAULT_STEP)
   assert (program.train_step._cache_size(), program.eval_step._cache_size()) == programs
@@ -143,23 +142,10 @@ def test_a_spoilt_state_is_rolled_back(program, tmp_path, clean_loss, factor):
   story = "\n".join(tell(run.path))
   for words in ("critical: state", f"rolls back to step {decision['to']}", "helped"):
     assert words in story
-
-
-def test_weights_that_something_else_wrote_to_are_rolled_back(program, tmp_path, clean_loss):
-  """By the checksum alone, as their norm stays finite and no batch surprises; named, and once."""
-  step = FAULT_STEP + 3  # between two looks
-  run = Run(program, tmp_path / "decisions.jsonl")(step)
-  run.spoil(1.5)
-  run(STEPS - step)
-  (decision,) = [d for d in run.end() if d.cause != "recovery"]
-  assert decision.action == Rollback() and decision.reason.startswith("head/weight ")
-  assert "something else wrote to their memory" in decision.reason
-  assert run.probe_loss() < clean_loss + 0.15
-  readings = [row["reading"] for row in ledger.read_lines(run.path) if row["kind"] == "check"]
-  assert sorted(reading["wrong"] for reading in readings)[-2:] == [0, 1]
-  (found,) = [reading for reading in readings if reading["wrong"]]
-  assert found["first"] == step - step % 8 + 1 and not found["surprising"]
-  assert ledger.replay(run.path) == run.supervisor.decisions
+  saved = json.loads(json.dumps(run.supervisor.saved()))  # as in a checkpoint
+  again = Supervisor(program, counting_rows(10**6))
+  again.start(run.step, run.state, saved)
+  assert again.policy == run.supervisor.policy != PolicyState()
 
 
 def test_the_last_steps_are_looked_at_before_the_end(program, clean_loss):
@@ -257,17 +243,6 @@ def test_observing_writes_the_same_findings_and_applies_none(program, tmp_path):
   assert made[0]["action"] == "Rollback" and not any(row["applied"] for row in made)
   assert "would do, but did not: rolls back" in "\n".join(tell(run.path))
   assert run.probe_loss() > 5.0
-
-
-def test_memory_survives_a_checkpoint(program):
-  run = Run(program)(FAULT_STEP)
-  run.spoil(np.nan)
-  run(30)
-  run.end()
-  saved = json.loads(json.dumps(run.supervisor.saved()))
-  again = Supervisor(program, counting_rows(10**6))
-  again.start(run.step, run.state, saved)
-  assert again.policy == run.supervisor.policy != PolicyState()
 
 
 def test_nothing_is_read_that_is_not_an_interval_old(program):
