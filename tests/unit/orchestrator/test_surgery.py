@@ -31,6 +31,7 @@ from ats_jax.step.program import make_program
 
 EXACT = 1e-5  # nats per token, float32
 BASE = {"moe.num_experts": 4, "moe.spare_experts": 4, "moe.d_ff": 32, "model.d_ff": 32}
+ONE_LAYER = {"model.num_layers": 1}
 SIGMOID = {"moe.score": "sigmoid"}
 BFLOAT16 = {"precision.compute_dtype": "bfloat16", "precision.param_dtype": "bfloat16"}
 
@@ -69,9 +70,11 @@ VARIANTS = {
   | {"moe.top_k": 1, "moe.router_bias": True, "moe.expert_bias": True, "moe.num_shared": 1}
   | {"moe.temperature": 2.0, "moe.dense_first": 1, "optimizer.ema_decay": 0.9},
   "2 of 4, sigmoid, not renormalised, groups, capacity": SIGMOID
+  | ONE_LAYER
   | {"moe.num_groups": 2, "moe.top_groups": 1, "moe.renormalize": False}
   | {"moe.dispatch": "capacity"},
   "4 of 4, not renormalised, null, bfloat16": BFLOAT16
+  | ONE_LAYER
   | {"moe.top_k": 4, "moe.renormalize": False, "moe.null_experts": 2},
 }
 
@@ -79,7 +82,7 @@ VARIANTS = {
 @pytest.mark.parametrize("changes", thorough_but([*VARIANTS.values()], 1), ids=VARIANTS.keys())
 def test_a_split_keeps_the_function(mesh, changes):
   cfg = tiny_config(BASE | changes)
-  program, rows, layer = make_program(cfg), random_rows(cfg, 8), 1
+  program, rows, layer = make_program(cfg), random_rows(cfg, 8), cfg.model.num_layers - 1
   state = program.init()
   models = lambda: [m for m in (state.model, state.ema) if m is not None]
   loss = lambda model: (
@@ -426,7 +429,7 @@ def test_what_cannot_be_done_is_refused_and_changes_nothing(run):
 
 
 def test_with_an_offset_a_merged_expert_keeps_the_sum_of_probabilities(mesh):
-  cfg = tiny_config(BASE | {"moe.router_bias": True, "moe.temperature": 1.5})
+  cfg = tiny_config(BASE | ONE_LAYER | {"moe.router_bias": True, "moe.temperature": 1.5})
   state = make_program(cfg).init()
   x = np.random.default_rng(0).standard_normal((4096, cfg.model.d_model))
 
