@@ -73,9 +73,8 @@ def test_no_number_of_epochs_is_worth_more_than_the_limit():
   assert tokens_worth((0.99 + REPETITION_DECAY) * 1e9, 1e9) < math.inf
 
 
-@pytest.mark.parametrize("changes", [VOCABULARY, MOE, MOD])
-def test_three_ways_to_say_one_budget(changes):
-  cfg = tiny_config(changes)
+def test_three_ways_to_say_one_budget():
+  cfg = tiny_config(MOE)
   by_tokens = budget(cfg, tokens=1e9, tokens_per_sec=5e4)
   here = by_tokens["budget"]
   assert here["gpu_hours"] == pytest.approx(1e9 / 5e4 / 3600)
@@ -141,23 +140,20 @@ def test_coverage_epochs_and_efficiency_agree_with_each_other():
   assert budget(cfg, tokens=wanted, law=LAWS["hoffmann"])["optimal"]["coverage"] != 1.0
 
 
-@pytest.mark.parametrize(
-  ("epochs", "note"),
-  [(3, None), (6, "worth visibly less"), (12, "weight decay"), (17, "overfit")],
-)
-def test_what_is_said_of_repeated_data(epochs, note):
-  plan = budget(tiny_config(VOCABULARY), tokens=epochs * 1e6, unique_tokens=1e6)
-  said = [n for n in plan["notes"] if "epochs:" in n]
-  assert not said if note is None else note in said[0]
-
-
-def test_what_is_said_of_too_little_and_too_much():
+def test_what_is_said_of_the_data():
   cfg = tiny_config(VOCABULARY)
   wanted = budget(cfg)["optimal"]["tokens"]
-  assert "short for this size" in budget(cfg, tokens=wanted / 3)["notes"][0]
-  assert "used a lot" in budget(cfg, tokens=wanted * 3)["notes"][0]
-  assert not budget(cfg, tokens=wanted)["notes"]
-  assert "never worth" in budget(cfg, tokens=wanted, unique_tokens=wanted / 20)["notes"][0]
+
+  def notes(share, unique=None):
+    return budget(cfg, tokens=share * wanted, unique_tokens=unique)["notes"]
+
+  assert not notes(1)
+  assert "short for this size" in notes(1 / 3)[0] and "used a lot" in notes(3)[0]
+  assert "never worth" in notes(1, wanted / 20)[0]
+  of_epochs = lambda n: [note for note in notes(1, wanted / n) if "epochs:" in note]
+  assert not of_epochs(3)
+  for epochs, note in ((6, "worth visibly less"), (12, "weight decay"), (17, "overfit")):
+    assert note in of_epochs(epochs)[0]
 
 
 def test_the_text():
@@ -170,11 +166,6 @@ def test_the_text():
   assert "GPU-hours" not in render_budget(budget(tiny_config(VOCABULARY))).split("\n\n")[0]
 
 
-def test_a_law_of_ones_own():
-  assert parse_law("1.5,400,2000,0.3,0.4") == Law(1.5, 400, 2000, 0.3, 0.4)
-  assert parse_law("hoffmann") is LAWS["hoffmann"]
-
-
 DEBUG = "--config=configs/debug.py"
 
 
@@ -185,7 +176,6 @@ def test_what_is_wrong_is_said():
     (("budget", DEBUG, "--tokens=-1"), r"--tokens=-1.0: expected a positive number"),
     (("budget", DEBUG, "--unique_tokens=nan"), r"--unique_tokens=nan is not a finite number"),
     (("budget", DEBUG, "--law=kaplan"), r"--law=kaplan: expected besiroglu or hoffmann"),
-    (("budget", DEBUG, "--law=1,2,3,4"), r"five positive numbers"),
     (("budget", DEBUG, "--law=1,2,3,4,-5"), r"five positive numbers"),
     (
       ("budget", DEBUG, "--devices=2"),
@@ -199,7 +189,8 @@ def test_what_is_wrong_is_said():
 
 
 def test_the_command():
-  asked = ("budget", "--config=configs/debug.py", "--flops=1e15")
+  assert parse_law("1.5,400,2000,0.3,0.4") == Law(1.5, 400, 2000, 0.3, 0.4)
+  asked = ("budget", DEBUG, "--flops=1e15")
   plan = json.loads(printed_by("plan", *asked, "--json", "--law=hoffmann"))
   assert plan["budget"]["flops"] == pytest.approx(1e15)
   assert plan["curve"][3]["loss"] == plan["budget"]["loss"]

@@ -72,7 +72,7 @@ def test_a_known_law_is_found_again_with_the_help_of_a_shorter_run(
 def test_intervals_cover_and_are_of_use(until):
   rates = wsd()
   losses = law(rates)
-  runs = 20
+  runs = 12
   inside, widths, errors = 0, [], []
   for seed in range(runs):
     family = fit_curve(observed(rates, losses, noise=0.02, seed=1000 + seed))
@@ -83,7 +83,7 @@ def test_intervals_cover_and_are_of_use(until):
     inside += low < last(losses) + noise < high
     widths.append(high - low)
     errors.append(end.loss - last(losses))
-  assert inside >= 0.8 * runs  # 90 % is claimed; a fair coin of 0.9 falls below with p < 0.05
+  assert inside >= 0.8 * runs  # 90 % is claimed
   assert abs(np.mean(errors)) < 0.015
   fall = losses[int(until * STEPS)] - last(losses)
   assert np.mean(widths) < 0.5 * fall + 0.1
@@ -118,6 +118,7 @@ def test_before_the_decay_and_without_a_reference_it_is_a_bound_from_above():
   end = forecast(curve, fit_curve(curve))
   assert end.is_annealed
   assert end.loss == pytest.approx(last(losses), abs=0.02)
+  np.testing.assert_array_equal(forecast(curve, fit_curve(curve)).samples, end.samples)
 
 
 def test_another_plan_from_here_and_a_sharper_difference():
@@ -136,12 +137,6 @@ def test_another_plan_from_here_and_a_sharper_difference():
     assert np.median(change) == pytest.approx(true, abs=0.03)
     assert np.std(change) < np.std(end.samples) + np.std(here.samples)
   assert forecast(curve, fitted, sooner).loss > here.loss > forecast(curve, fitted, later).loss
-
-
-def test_the_same_curve_gives_the_same_forecast():
-  curve = observed(cosine(), law(cosine()), until=0.5, noise=0.01)
-  first, second = (forecast(curve, fit_curve(curve)).samples for _ in range(2))
-  np.testing.assert_array_equal(first, second)
 
 
 def test_a_rate_that_falls_by_a_rounding_error_tells_nothing_of_its_decay():
