@@ -8,12 +8,7 @@ from helpers import micro_batches, random_rows
 from readings import INTERVAL, reading
 
 from ats_jax.config.schema import OrchestratorConfig
-from ats_jax.orchestrator.actions import (
-  PruneExpert,
-  RecycleExpert,
-  ReopenExpert,
-  surgery,
-)
+from ats_jax.orchestrator.actions import PruneExpert, RecycleExpert
 from ats_jax.orchestrator.actions.expert_view import find_layer, view_experts
 from ats_jax.orchestrator.policy.decide import STARVED_CHECKS, Interval, Terms, decide
 from ats_jax.orchestrator.policy.state import PolicyState
@@ -85,20 +80,6 @@ def test_a_dead_expert_is_recycled_at_a_pause_and_the_loss_is_the_same(mesh, tmp
   assert back == PruneExpert(LAYER, DEAD)
   undone = view_experts(CFG, back.apply(state, CFG), LAYER)
   assert not undone.is_open[DEAD] and (undone.twin < 0).all()
-
-
-def test_what_is_pruned_can_be_opened_again(mesh):
-  state = canonical.state(CFG)
-  weights = np.asarray(surgery._moe(state.model, find_layer(CFG, LAYER).block).gate.weight[...])
-  action = PruneExpert(LAYER, 0)
-  state = action.apply(state, CFG)
-  assert not view_experts(CFG, state, LAYER).is_open[0]
-  back = action.undo()
-  assert back == ReopenExpert(LAYER, 0) and back.undo() == action
-  state = back.apply(state, CFG)
-  assert view_experts(CFG, state, LAYER).is_open[0]
-  kept = np.asarray(surgery._moe(state.model, find_layer(CFG, LAYER).block).gate.weight[...])
-  np.testing.assert_array_equal(kept, weights)
 
 
 def test_closed_slots_are_not_starved_and_one_batch_is_not_an_interval(mesh):

@@ -142,9 +142,3 @@ def test_what_a_hook_wants_tried_is_done_only_if_it_wins(mesh, tmp_path):
 def test_what_cannot_be_tried_is_refused(changes, action, message):
   with pytest.raises(ValueError, match=message):
     Requests(tiny_config(SETTINGS | changes)).add(Request(action, "trial"), 5)
-
-
-def test_only_who_acts_may_try():
-  changes = {"orchestrator.mode": "observe", "orchestrator.branch_steps": 12}
-  with pytest.raises(ValueError, match=r"branch_steps=12 does nothing with orchestrator\.mode="):
-    tiny_config(changes)
