@@ -15,6 +15,7 @@ pytestmark = pytest.mark.thorough
 
 STEPS = 3
 EXPERTS = {
+  "model.num_layers": 1,
   "data.max_segments": 1,
   "optimizer.schedule": "constant",
   "optimizer.weight_decay": 0.0,  # the plain step decays norms and embeddings too
