@@ -157,6 +157,7 @@ def test_a_pipeline_is_picked_where_links_are_slow():
   assert found.pick.mesh == "stage=2"
 
 
+@pytest.mark.thorough
 def test_a_row_is_cut_where_there_is_one(monkeypatch):
   monkeypatch.setattr(fit_module, "REMATS", ("full",))
   one_row = {"data.batch_size": 1, "model.num_kv_heads": 1, "model.num_layers": 2}
@@ -193,6 +194,7 @@ def test_nothing_fits():
   assert re.search(r"the state needs about (8|9) devices", text)
 
 
+@pytest.mark.thorough
 def test_what_would_help_is_said_in_settings(monkeypatch):
   monkeypatch.setattr(advice, "describe", functools.cache(describe))  # asked for twice
   deep = NARROW | {"model.num_layers": 3}
