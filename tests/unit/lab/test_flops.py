@@ -126,6 +126,7 @@ def test_against_xla_and_the_formula(mesh, settings):
     assert 1.0 < counted / formula < 1.2
 
 
+@pytest.mark.thorough
 def test_no_matmul_of_experts_runs_twice(mesh):
   """Beside attention, which XLA's version recomputes, only the router's logits come again, where
   they have no name."""

@@ -109,6 +109,7 @@ def test_lines_are_found_where_they_have_moved_to():
   assert one.apply("def f():\n  x = 3\n") is None
 
 
+@pytest.mark.thorough
 def test_a_mutant_is_caught_only_by_a_test_that_passes_without_it(root, tmp_path):
   kept = Mutant("config-2", "config", CHECKED.file, 1, "", "import logging", "import os, logging")
   gone = Mutant("config-3", "config", CHECKED.file, 1, "", "no such line", "pass")
@@ -127,6 +128,7 @@ def test_a_mutant_is_caught_only_by_a_test_that_passes_without_it(root, tmp_path
   assert (root / CHECKED.file).read_text() == SIZES
 
 
+@pytest.mark.thorough
 def test_the_processes_of_a_test_end_with_the_time(root, tmp_path):
   lock = tmp_path / "lock"
   (root / "tests/e2e/test_story.py").write_text(f"""

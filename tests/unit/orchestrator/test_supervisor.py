@@ -13,7 +13,8 @@ from helpers import Lent, counting_rows, micro_batches, tiny_config
 
 from ats_jax.orchestrator import hooks, supervisor
 from ats_jax.orchestrator.actions import Rollback, SetSkips
-from ats_jax.orchestrator.policy.decide import BROKEN_STOP, Interval, decide
+from ats_jax.orchestrator.policy import decide as policy_module
+from ats_jax.orchestrator.policy.decide import Interval, decide
 from ats_jax.orchestrator.policy.state import PolicyState
 from ats_jax.orchestrator.record import ledger
 from ats_jax.orchestrator.record.narrate import tell
@@ -167,31 +168,6 @@ def test_a_burst_of_noise_is_trained_on_and_told(program, tmp_path, clean_loss):
   assert causes(checks) == ["data", "data"]  # of the look with noise only, and of the next
 
 
-@pytest.mark.thorough
-def test_another_domain_is_taken_in_at_once(program, tmp_path):
-  """A switch that nobody declared is trained on, and answered by no rollback and no lower rate.
-
-  The reference follows it: where the weights are well for the new text, the run is called well.
-  """
-  run = Run(program, tmp_path / "decisions.jsonl")(FAULT_STEP)
-  before = run.metrics["train/loss"]
-  for _ in range(100):
-    run.step += 1
-    batch = micro_batches(counting_rows(run.step), 1)
-    other = {name: 63 - batch[name] for name in ("tokens", "targets")}  # counts down
-    run.state, run.metrics = program.train_step(
-      run.state, {**batch, **other}, program.training_rules(1), fault=NO_FAULT
-    )
-    run.state = run.supervisor.after(run.step, run.state, run.metrics)
-  assert not run.end()
-  checks = [row for row in ledger.read_lines(run.path) if row["kind"] == "check"]
-  assert sum(row["reading"]["skipped"] for row in checks) == 0
-  assert float(run.metrics["train/loss"]) < float(before) + 1.0  # it was 3.3 more at the switch
-  assert set(causes(checks)) == {"data"} and checks[-1]["health"]["level"] == "healthy"
-  assert run.supervisor.policy.reference > 3.0  # 2.1 before
-  assert run.supervisor.earlier(0)[0] > FAULT_STEP + 60  # such weights are gone back to
-
-
 def test_a_schedule_thirty_times_too_high_is_held_and_reported(program, tmp_path, clean_loss):
   steps = 30
   run = Run(program, tmp_path / "decisions.jsonl", schedule=None)(FAULT_STEP)
@@ -209,11 +185,12 @@ def test_a_schedule_thirty_times_too_high_is_held_and_reported(program, tmp_path
   assert shrunk == list(range(FAULT_STEP + 1, FAULT_STEP + steps + 1))
 
 
-def test_a_gradient_broken_for_ever_ends_the_run_and_says_so(program, tmp_path):
+def test_a_gradient_broken_for_ever_ends_the_run_and_says_so(program, tmp_path, monkeypatch):
+  monkeypatch.setattr(policy_module, "BROKEN_STOP", 40)
   run = Run(program, tmp_path / "decisions.jsonl")(20)
   with pytest.raises(FloatingPointError, match=r"no loss or gradient was finite.* run the same"):
-    run(BROKEN_STOP + 30, gradient=np.nan)
-  assert BROKEN_STOP <= run.step - 20 <= BROKEN_STOP + 16  # it looks each eight steps
+    run(70, gradient=np.nan)
+  assert 40 <= run.step - 20 <= 40 + 16  # it looks each eight steps
   run.supervisor.close()
   assert ledger.read_lines(run.path)[-1]["action"] == "Stop"
 
