@@ -77,6 +77,9 @@ def test_three_ways_to_say_one_budget():
   cfg = tiny_config(MOE)
   by_tokens = budget(cfg, tokens=1e9, tokens_per_sec=5e4)
   here = by_tokens["budget"]
+  faster = budget(cfg, tokens=1e9, tokens_per_sec=1e5)
+  assert faster["optimal"] == by_tokens["optimal"]  # by whatever machine
+  assert faster["budget"]["loss"] == here["loss"]
   assert here["gpu_hours"] == pytest.approx(1e9 / 5e4 / 3600)
   for name in ("flops", "gpu_hours"):
     other = budget(cfg, **{name: here[name]}, tokens_per_sec=5e4)["budget"]
@@ -109,17 +112,6 @@ def test_experts_count_by_those_at_work_and_depths_by_the_tokens_that_go_through
   for plan, word in ((moe, "Experts"), (mod, "skip")):
     assert any(word in note for note in plan["notes"])
   assert not any("Experts" in n or "skip" in n for n in dense["notes"])
-
-
-def test_a_faster_machine_wants_no_fewer_tokens():
-  cfg = tiny_config(VOCABULARY)
-  slow, fast = (budget(cfg, tokens=1e9, tokens_per_sec=speed) for speed in (1e5, 3e5))
-  assert slow["budget"]["gpu_hours"] == pytest.approx(3 * fast["budget"]["gpu_hours"])
-  assert slow["optimal"] == fast["optimal"]
-  assert slow["budget"]["loss"] == fast["budget"]["loss"]
-  slow, fast = (budget(cfg, gpu_hours=10, tokens_per_sec=speed) for speed in (1e5, 3e5))
-  assert fast["budget"]["tokens"] == pytest.approx(3 * slow["budget"]["tokens"])
-  assert fast["budget"]["loss"] < slow["budget"]["loss"]
 
 
 def test_coverage_epochs_and_efficiency_agree_with_each_other():
