@@ -224,6 +224,7 @@ def test_hooks_steer_a_run_without_a_new_program(mesh, tmp_path, asked):
   assert "experts sit out 0.5 of the steps (0 before) because of request: a hook" in story
 
 
+@pytest.mark.thorough
 def test_an_expert_is_added_at_a_checkpoint_released_and_taken_back(mesh, tmp_path, asked):
   asked |= {8: AddExpert(LAYER), 12: AddExpert(LAYER)}
   run = Run(tmp_path / "decisions.jsonl", saves=(40, 60))(39)
@@ -254,6 +255,7 @@ def test_an_expert_is_added_at_a_checkpoint_released_and_taken_back(mesh, tmp_pa
   assert before > 0
 
 
+@pytest.mark.thorough
 def test_adding_an_expert_is_exact(mesh):
   run = Run(None)(2)
   before = run.probe_loss()
