@@ -4,8 +4,6 @@ import re
 import tomllib
 from pathlib import Path
 
-import pytest
-
 from ats_jax import __version__
 from ats_jax.__main__ import main
 from ats_jax.config import file
@@ -53,7 +51,7 @@ def test_the_version_is_the_newest_in_the_changelog():
   assert versions[0] == __version__
 
 
-@pytest.mark.parametrize("name", ["README.md", "CHANGELOG.md", "SECURITY.md"])
-def test_the_source_archive_has_the_documents(name):
-  assert (ROOT / name).is_file()
-  assert f"/{name}" in PROJECT["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
+def test_the_source_archive_has_the_documents():
+  included = PROJECT["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
+  for name in ("README.md", "CHANGELOG.md", "SECURITY.md"):
+    assert (ROOT / name).is_file() and f"/{name}" in included

@@ -16,12 +16,13 @@ class Net(nnx.Module):
     self.layers = nnx.List([nnx.Linear(16, 16, rngs=rngs) for _ in range(2)])
 
 
+@jax.jit
 def make_state(seed: int) -> dict:
-  model = Net(nnx.Rngs(seed))
+  model = Net(nnx.Rngs(jax.random.key(seed)))
   tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.constant_schedule(1e-3)))
   _, opt_state = tx.update(jax.tree.map(jnp.sin, model), tx.init(model), model)
   return {
-    "step": jnp.int32(seed),
+    "step": jnp.asarray(seed, jnp.int32),
     "model": model,
     "opt_state": opt_state,
     "ema": None,

@@ -59,10 +59,15 @@ def test_keeps_newest_and_best():
 
 def test_every_moment_of_a_save_leaves_an_intact_newest_checkpoint(store):
   """Killed before any change to the store: a save, with the deletion of the one before."""
-  save(1, keep=1)
+
+  def save(step):
+    with CheckpointManager(STORE, CheckpointConfig(keep=1)) as manager:
+      manager.save(step, {"x": np.arange(step)}, {})
+
+  save(1)
   moments = []
   store.before = staticmethod(lambda operation, name: moments.append(objects()))
-  save(2, keep=1)
+  save(2)
   store.before = staticmethod(lambda operation, name: None)
   seen = []
   for moment in [*moments, objects()]:
@@ -72,11 +77,11 @@ def test_every_moment_of_a_save_leaves_an_intact_newest_checkpoint(store):
       seen.append(steps)
     assert all(integrity.find_damage(STORE / str(s)) == [] for s in steps)
     with CheckpointManager(STORE, CheckpointConfig()) as manager:
-      step, state, _ = manager.restore_latest(make_state(0))
+      step, state, _ = manager.restore_latest({"x": np.zeros(steps[-1], int)})
     assert step == steps[-1]
-    assert_same(state, make_state(step))
+    np.testing.assert_array_equal(state["x"], np.arange(step))
     assert sorted({int(name.split("/")[4]) for name in objects()}) == steps  # the rest is removed
-  assert seen == [[1], [1, 2], [2]] and len(moments) > 20
+  assert seen == [[1], [1, 2], [2]] and len(moments) > 10
 
 
 def test_what_a_killed_upload_left_is_removed_with_a_line(caplog):

@@ -53,15 +53,10 @@ def test_a_config_of_an_earlier_format_is_refused_in_one_line(tmp_path):
     assert "\n" not in str(error.value) and "another --workdir" in str(error.value)
 
 
-def test_same_settings_go_on(run, caplog):
-  with caplog.at_level(logging.INFO, logger="absl"):
-    claim(run, config())
-  assert not caplog.records
-
-
 def test_free_settings_may_change_and_are_logged(run, caplog):
   cfg = config(num_steps=800, log__every_steps=3)
   with caplog.at_level(logging.INFO, logger="absl"):
+    claim(run, config())
     claim(run, cfg)
   assert [r.getMessage() for r in caplog.records] == [
     "changed since the last start: num_steps: 400 -> 800",
@@ -105,29 +100,42 @@ def test_a_setting_that_the_older_version_did_not_have_counts_as_its_default(run
     claim(run, config(optimizer__ema_decay=0.5))
 
 
-def test_checkpoints_without_a_config(run):
+def broken_file(run, name, contents, says):
+  """A file of a run is refused whenever it is read, for each of these contents."""
+  read = {"config.json": workdir.load_config, "run_id": workdir.load_identity}[name]
+  for content in contents:
+    (run / name).write_bytes(content)
+    for use in (lambda: claim(run, config()), lambda: read(run)):
+      with pytest.raises(ValueError, match=says):
+        use()
+
+
+def test_a_config_that_is_broken_or_missing(run):
+  says = rf"{run}/config\.json cannot be read: .*Restore it"
+  broken_file(run, "config.json", (b"", b'{"seed": ', b"\xff", b"[]", b"null"), says)
   (run / "config.json").unlink()
   with pytest.raises(ValueError, match=r"holds checkpoints but no config\.json"):
     claim(run, config())
 
 
-@pytest.mark.parametrize("content", [b"", b'{"seed": ', b"\xff", b"[]", b"null"])
-def test_a_broken_config(run, content):
-  (run / "config.json").write_bytes(content)
-  for use in (lambda: claim(run, config()), lambda: workdir.load_config(run)):
-    with pytest.raises(ValueError, match=rf"{run}/config\.json cannot be read: .*Restore it"):
+def test_a_run_id_that_is_broken_or_missing(run):
+  broken = (b"", b"0123456789abcde\n", b"0123456789abcdeg\n", b"\xff")
+  broken_file(run, "run_id", broken, r"run_id holds '.*not the 16 hexadecimal digits")
+  (run / "run_id").unlink()
+  for use in (lambda: claim(run, config()), lambda: workdir.load_identity(run)):
+    with pytest.raises(ValueError, match=r"holds no run_id, .*manifest\.json of each checkpoint"):
       use()
+  assert not (run / "run_id").exists()
 
 
-def test_a_file_in_its_place(tmp_path):
+def test_folders_that_hold_no_run_and_cannot(tmp_path):
+  with pytest.raises(ValueError, match=rf"{tmp_path} holds no run \(config\.json is missing\)"):
+    workdir.load_config(tmp_path)
   (tmp_path / "file").write_text("x")
   with pytest.raises(ValueError, match=r"file cannot be used: it is a file\. Choose another"):
     claim(tmp_path / "file", config())
   with pytest.raises(ValueError, match="Not a directory"):
     claim(tmp_path / "file" / "run", config())
-
-
-def test_a_name_that_is_too_long(tmp_path):
   folder = tmp_path / ("x" * 256)
   with pytest.raises(ValueError, match=r"cannot be used: .*File name too long.* Choose another"):
     claim(folder, config())
@@ -146,11 +154,6 @@ def test_a_store_that_refuses_is_said_on_one_line(bucket):
     "workdir gs://bucket/run cannot be used: OSError: Forbidden: b/bucket/o no entry for you. "
     "Choose another --workdir."
   )
-
-
-def test_no_run(tmp_path):
-  with pytest.raises(ValueError, match=rf"{tmp_path} holds no run \(config\.json is missing\)"):
-    workdir.load_config(tmp_path)
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
@@ -202,19 +205,3 @@ def test_a_setting_at_its_default_and_a_whole_number_change_no_hash(tmp_path):
   assert claim(tmp_path, from_config_dict(whole)) == claim(
     tmp_path, config(optimizer__learning_rate=1.0)
   )
-
-
-def test_checkpoints_without_a_run(run):
-  (run / "run_id").unlink()
-  for use in (lambda: claim(run, config()), lambda: workdir.load_identity(run)):
-    with pytest.raises(ValueError, match=r"holds no run_id, .*manifest\.json of each checkpoint"):
-      use()
-  assert not (run / "run_id").exists()
-
-
-@pytest.mark.parametrize("content", [b"", b"0123456789abcde\n", b"0123456789abcdeg\n", b"\xff"])
-def test_a_broken_run_id(run, content):
-  (run / "run_id").write_bytes(content)
-  for use in (lambda: claim(run, config()), lambda: workdir.load_identity(run)):
-    with pytest.raises(ValueError, match=r"run_id holds '.*not the 16 hexadecimal digits"):
-      use()

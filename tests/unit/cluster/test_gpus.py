@@ -1,7 +1,5 @@
 """What is read out of `nvidia-smi`: its output on machines that others have described in public."""
 
-import dataclasses
-
 import pytest
 
 from ats_jax.cluster.preflight import gpus
@@ -84,29 +82,24 @@ def test_the_mesh_that_suits():
   row = topology_row(parse_topology(PAIRS))
   assert "mesh.data=2 between groups, at most 2 of fsdp" in row.advice
   assert "CUDA_VISIBLE_DEVICES=0,2,1,3" in row.advice
-
-
-def test_groups_of_different_size():
-  """Three of four linked: the fourth is on PCIe."""
+  # Three of four linked: the fourth is on PCIe.
   links = {pair: ("SYS" if 3 in pair else "NV4") for pair in parse_topology(PAIRS)}
   assert islands(links) == [[0, 1, 2], [3]]
   assert "train on the 3 of the largest" in topology_row(links).advice
 
 
-def test_a_healthy_card():
-  (card,) = parse_gpus(HEALTHY)
+def test_a_healthy_card_and_one_without_some_fields():
+  card, other = parse_gpus(HEALTHY + CONSUMER)
   assert (card.name, card.memory_mib, card.throttles) == ("NVIDIA H100 80GB HBM3", 81559, ())
   (row,) = gpu_rows([card])
   assert row.verdict is CheckVerdict.OK and not row.advice
   assert row.found.endswith("clock 345 of 1,980 MHz, 28 C, power limit 700 W, ECC errors 0")
-
-
-def test_fields_that_a_card_does_not_have():
-  card = parse_gpus(HEALTHY + CONSUMER)[1]
-  assert card.ecc_errors is None and not card.mig
-  (row,) = gpu_rows([card])
+  assert other.ecc_errors is None and not other.mig
+  (row,) = gpu_rows([other])
   assert "no ECC" in row.found and row.verdict is CheckVerdict.ADVICE
   assert row.advice == "Its power limit is below the usual 420 W."
+  with pytest.raises(ValueError, match="expected 14 fields"):
+    parse_gpus("0, NVIDIA H100 80GB HBM3, 81559\n")
 
 
 @pytest.mark.parametrize(
@@ -125,19 +118,10 @@ def test_a_card_with_a_problem(was, now, verdict, said):
   assert row.verdict is verdict and said in row.advice
 
 
-def test_a_line_of_another_form():
-  with pytest.raises(ValueError, match="expected 14 fields"):
-    parse_gpus("0, NVIDIA H100 80GB HBM3, 81559\n")
-  assert len(dataclasses.fields(gpus.Gpu)) == 14
-
-
-def test_none():
-  assert gpus.no_gpu_row(["ats-jax-no-such-command"]).verdict is CheckVerdict.NONE
-  row = gpus.no_gpu_row(["false"])
-  assert row.verdict is CheckVerdict.ADVICE and row.advice.startswith("Run it to see why: false;")
-
-
 def test_commands_that_are_not_there_fail_or_print():
   assert gpus.output_of(["ats-jax-no-such-command"]) is None
   assert gpus.output_of(["false"]) is None
   assert gpus.output_of(["echo", "text"]) == "text\n"
+  assert gpus.no_gpu_row(["ats-jax-no-such-command"]).verdict is CheckVerdict.NONE
+  row = gpus.no_gpu_row(["false"])
+  assert row.verdict is CheckVerdict.ADVICE and row.advice.startswith("Run it to see why: false;")

@@ -113,15 +113,12 @@ def test_who_calls_with_something_else_is_left_out(events):
     assert Call(port, 1).end() == first.end() == [socket.gethostname()] * 2
 
 
-def test_another_setting_is_refused_by_all():
+def test_processes_that_were_started_differently_are_refused_by_all():
   port = free_port()
   both = Call(port, 0), Call(port, 1, facts=FACTS | {"num_steps": 500})
   for error in (caller.end() for caller in both):
     assert isinstance(error, ValueError)
     assert "were started differently: num_steps is 400 and 500. All need the same" in str(error)
-
-
-def test_another_count_is_refused():
   port = free_port()
   both = Call(port, 0), Call(port, 1, size=3)
   for error in (caller.end() for caller in both):
@@ -149,13 +146,10 @@ def test_two_of_one_number_are_refused():
   assert all(e.startswith("two processes say that they are number 1: one on") for e in errors)
 
 
-def test_an_address_needs_a_host_and_a_port():
+def test_addresses():
   for address in ("node0", "node0:", "node0:x", ":1234", "node0:99999"):
     with pytest.raises(ValueError, match="a host and a port were expected"):
       rendezvous.split_address(address)
-
-
-def test_which_names_mean_the_machine_itself():
+  assert rendezvous.split_address("[::1]:80") == ("::1", 80)
   assert all(map(rendezvous.is_loopback, ("localhost", "127.0.0.1", "127.0.1.1", "::1")))
   assert not any(map(rendezvous.is_loopback, ("node0", "10.0.0.1", "localhost1", "fe80::1")))
-  assert rendezvous.split_address("[::1]:80") == ("::1", 80)

@@ -59,6 +59,16 @@ def make_run(folder, changes=None, until=None, offset=0.0):
   return folder
 
 
+def halve_rates(run, steps, more=()):
+  """Change the rows of a run as if its learning rate had been half of the schedule's there."""
+  path = run / "metrics.jsonl"
+  rows = [json.loads(line) for line in path.read_text().splitlines()]
+  for row in rows:
+    if row["step"] in steps and "train/learning_rate" in row:
+      row["train/learning_rate"] *= 0.5
+  path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, *more]))
+
+
 @pytest.mark.thorough
 def test_from_half_of_a_run_with_a_reference(tmp_path):
   run = make_run(tmp_path / "run")
@@ -96,12 +106,7 @@ def test_the_advised_steps_decay_at_once_and_without_a_jump():
 
 def test_a_run_in_progress_and_rates_that_were_not_the_schedules(tmp_path):
   run = make_run(tmp_path / "run", until=600)
-  path = run / "metrics.jsonl"
-  lines = [json.loads(line) for line in path.read_text().splitlines()]
-  for row in lines:
-    if 300 < row["step"] <= 400 and "train/learning_rate" in row:
-      row["train/learning_rate"] *= 0.5
-  path.write_text("".join(json.dumps(row) + "\n" for row in lines))
+  halve_rates(run, range(301, 401))
   rates = read_curve(run, METRIC).rates
   assert (rates[200], rates[349], rates[500], len(rates)) == pytest.approx(
     (3e-3, 1.5e-3, 3e-3, 1000)
@@ -115,13 +120,8 @@ def test_a_run_in_progress_and_rates_that_were_not_the_schedules(tmp_path):
 def test_what_the_orchestrator_set_holds_for_the_rates_to_come(tmp_path):
   """A rate that was cut and stays so is no decay, and what is planned goes on from it."""
   run = make_run(tmp_path / "run", until=600)
-  path = run / "metrics.jsonl"
-  lines = [json.loads(line) for line in path.read_text().splitlines()]
-  for row in lines:
-    if row["step"] > 400 and "train/learning_rate" in row:
-      row["train/learning_rate"] *= 0.5
-  lines += [{"step": at, "orchestrator/lr_scale": scale} for at, scale in ((390, 1.0), (600, 0.5))]
-  path.write_text("".join(json.dumps(row) + "\n" for row in lines))
+  scales = [{"step": at, "orchestrator/lr_scale": scale} for at, scale in ((390, 1.0), (600, 0.5))]
+  halve_rates(run, range(401, 601), scales)
   curve, scheduled = read_curve(run, METRIC), planned_rates(tiny_config(WSD))
   np.testing.assert_allclose(curve.rates[60:400], scheduled[60:400], rtol=1e-6)
   np.testing.assert_allclose(curve.rates[410:], 0.5 * scheduled[410:], rtol=1e-6)
@@ -131,32 +131,28 @@ def test_what_the_orchestrator_set_holds_for_the_rates_to_come(tmp_path):
   assert known["run"]["phase"] == "stable" and known["plans"]
 
 
-def test_without_a_reference_there_is_no_low_end(tmp_path):
+def test_without_a_reference_there_is_no_low_end_and_one_of_another_recipe_is_named(tmp_path):
   run = make_run(tmp_path / "run", until=600)
   known = report(run, None, METRIC)
   assert known["forecast"]["low"] is None
   assert not known["plans"]
   assert "A --reference run" in advise(known, 0.0, 0.01)[0]
   assert "within ? to" in render(known, [])
-
-
-def test_a_reference_of_another_recipe_is_named(tmp_path):
-  run = make_run(tmp_path / "run", until=600)
-  reference = make_run(tmp_path / "wide", {"model.d_model": 64})
-  known = report(run, reference, METRIC)
+  known = report(run, make_run(tmp_path / "wide", {"model.d_model": 64}), METRIC)
   assert known["run"]["reference_differs"]["model.d_model"] == (64, 32)
   assert "\n  model.d_model: 64 -> 32\n" in render(known, [])
 
 
-@pytest.mark.parametrize(
-  ("target", "said"), [(1.0, "will miss 1.000"), (3.0, "will reach 3.000"), (None, "may reach")]
-)
-def test_a_target(tmp_path, target, said):
-  run = make_run(tmp_path / "run", until=800)
-  known = report(run, None, METRIC)
-  advice = advise(known, target or known["forecast"]["loss"], 0.01)
-  assert said in advice[0]
-  assert advice[1] == "Let the decay end: a run is worth most after it."
+def test_a_target(tmp_path):
+  known = report(make_run(tmp_path / "run", until=800), None, METRIC)
+  for target, said in (
+    (1.0, "will miss 1.000"),
+    (3.0, "will reach 3.000"),
+    (known["forecast"]["loss"], "may reach"),
+  ):
+    advice = advise(known, target, 0.01)
+    assert said in advice[0]
+    assert advice[1] == "Let the decay end: a run is worth most after it."
   assert len(advise(known, 0.0, 0.01)) == 1
 
 

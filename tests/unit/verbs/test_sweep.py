@@ -32,18 +32,15 @@ def test_every_combination_in_the_types_of_the_settings():
   assert len(combinations(parse_tries(list(sweep.DEFAULT_TRIES)))) == 6
 
 
-@pytest.mark.parametrize(
-  "text, message",
-  [
+def test_what_cannot_be_tried():
+  for text, message in (
     ("step.remats=dots", "expected SETTING=VALUE"),
     ("step.remat", "expected SETTING=VALUE"),
     ("precision.fp8=yes", "'yes' is no bool"),
     ("step.accum_steps=1,2.5", "'2.5' is no int"),
-  ],
-)
-def test_what_cannot_be_tried(text, message):
-  with pytest.raises(ValueError, match=re.escape(message)):
-    parse_tries([text])
+  ):
+    with pytest.raises(ValueError, match=re.escape(message)):
+      parse_tries([text])
 
 
 def test_the_best_has_the_most_model_flops():
@@ -69,18 +66,15 @@ def test_the_reason_is_the_last_error_of_a_process():
 @pytest.mark.thorough
 def test_candidates_that_cannot_run_are_rows(tmp_path):
   flags = ["--config=configs/debug.py", *(f"--config.{s}" for s in SMALL), "--steps=2"]
-  flags += ["--try=data.batch_size=16,8192,15", "--try=step.accum_steps=2", "--memory_gib=0.1"]
+  flags += ["--try=data.batch_size=16,15", "--try=step.accum_steps=2", "--memory_gib=0.1"]
   result = called("bench", "sweep", *flags, f"--out={tmp_path}/out")
   assert result.code == 0, result.err
   rows = [json.loads(line) for line in (tmp_path / "out" / "sweep.jsonl").read_text().splitlines()]
-  ran, large, odd = rows
+  ran, odd = rows
   assert ran["error"] == "" and ran["found"]["tokens_per_sec"] > 0
   assert ran["changes"] == {"data.batch_size": 16, "step.accum_steps": 2}
-  assert re.match(
-    r"does not fit: the planner estimates [\d.]+ GiB a device, the limit", large["error"]
-  )
   assert "step.accum_steps=2 does not divide data.batch_size=15" in odd["error"]
-  assert not large["found"] and not odd["found"]
+  assert not odd["found"]
   assert result.out == (tmp_path / "out" / "sweep.md").read_text()
   assert result.out.endswith("\nbest: --config.data.batch_size=16 --config.step.accum_steps=2\n")
   again = called("bench", "sweep", *flags, f"--out={tmp_path}/out")

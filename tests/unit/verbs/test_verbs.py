@@ -20,17 +20,11 @@ COMMANDS = {
 REFERENCE = (REPOSITORY / "docs/reference/cli.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_a_row_of_the_table(verb):
-  row = VERBS[verb]
-  assert row.group in GROUPS and row.summary[0].islower() and len(row.summary) < 80
-  assert f"  {verb:<10} {row.summary}\n" in listing() + "\n"
-
-
-def test_the_list_of_verbs_and_a_misspelt_one():
+def test_the_list_of_verbs():
+  for verb, row in VERBS.items():
+    assert row.group in GROUPS and row.summary[0].islower() and len(row.summary) < 80
+    assert f"  {verb:<10} {row.summary}\n" in listing() + "\n"
   assert called().out == listing() + "\n" == called("--help").out
-  wrong = called("trian")
-  assert wrong.error().strip() == "no command 'trian'. Did you mean train?"
 
 
 def test_what_starts_at_once_imports_no_jax():
@@ -57,18 +51,12 @@ def test_help(name):
   teaches = "--config.section.name=value changes a setting" in text
   assert teaches == ("config" in listed)
   if teaches:
-    for name in re.findall(r"--config\.([a-z_.]+)=", text):
-      assert name in {*settings(), *KINDS, "section.name"}
+    assert {*re.findall(r"--config\.([a-z_.]+)=", text)} <= {*settings(), *KINDS, "section.name"}
 
 
 def test_help_of_a_verb_that_needs_a_word_lists_them():
   out = called("data", "--help")
   assert out.code == 0 and "ats-jax data stats: " in out.out and "ats-jax data audit: " in out.out
-  refused = called("data").error()
-  assert (
-    "expected one command of stats, audit, explain, validate, prepare, report, got none" in refused
-  )
-  assert "got 'stat'" in called("data", "stat").error()
 
 
 def examples() -> list[str]:
@@ -79,23 +67,22 @@ def examples() -> list[str]:
   return sorted({" ".join(line.split()) for line in found if "VERB" not in line})
 
 
-@pytest.mark.parametrize("line", examples())
-def test_examples_are_understood(line):
-  verb, *rest = shlex.split(line)
-  word = rest[0] if rest and f"{verb} {rest[0]}" in COMMANDS else ""
-  name = f"{verb} {word}".strip()
-  if "--help" in rest:
-    return
-  command = COMMANDS[name]
-  try:
-    command.parse(name, rest[1:] if word else rest)
-    for flag in ("config", "init_from") if verb != "launch" else ():
-      if flag == "config" and flag in command.flags and command.flags[flag].value:
-        file = command.flags[flag].value.partition(":")[0]
-        assert (REPOSITORY / file).exists() or not file.startswith("configs/"), file
-  finally:
-    for name in command.flags:
-      command.flags[name].unparse()
+def test_examples_are_understood():
+  for line in examples():
+    verb, *rest = shlex.split(line)
+    if "--help" in rest:
+      continue
+    word = [w for w in rest[:1] if f"{verb} {w}" in COMMANDS]
+    name = " ".join([verb, *word])
+    command = COMMANDS[name]
+    try:
+      command.parse(name, rest[len(word) :])
+      if verb != "launch" and "config" in command.flags and command.flags["config"].value:
+        file = command.flags["config"].value.partition(":")[0]
+        assert (REPOSITORY / file).exists() or not file.startswith("configs/"), line
+    finally:
+      for flag in command.flags:
+        command.flags[flag].unparse()
 
 
 def test_no_verb_defines_a_flag_of_the_whole_process():
@@ -108,15 +95,12 @@ def test_no_verb_defines_a_flag_of_the_whole_process():
   assert started("timeit", "-n1", "-r1", code).code == 0
 
 
-@pytest.mark.parametrize(
-  ("name", "flag", "message"),
-  [
+def test_a_value_that_is_no_number_is_refused_in_plain_words():
+  for name, flag, says in (
     ("plan", "--devices=x", "--devices=x: 'x' is no whole number"),
     ("train", "--config.num_steps=abc", "--config.num_steps=abc: 'abc' is no whole number"),
     ("train", "--config.optimizer.learning_rate=fast", "'fast' is no number"),
-  ],
-)
-def test_a_value_that_is_no_number_is_refused_in_plain_words(name, flag, message):
-  with pytest.raises(ValueError, match=re.escape(message)) as caught:
-    COMMANDS[name].parse(name, [flag])
-  assert "invalid literal" not in str(caught.value) and "convert" not in str(caught.value)
+  ):
+    with pytest.raises(ValueError, match=re.escape(says)) as caught:
+      COMMANDS[name].parse(name, [flag])
+    assert "invalid literal" not in str(caught.value) and "convert" not in str(caught.value)
