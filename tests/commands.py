@@ -13,7 +13,6 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import re
-import resource
 import runpy
 import subprocess
 import sys
@@ -192,11 +191,6 @@ def drop_privileges() -> None:
     sets[i] &= ~override_and_read_search
   if libc.capset(header, sets):
     raise OSError(ctypes.get_errno(), "capset")
-
-
-def limit_file_size(kilobytes: int) -> None:
-  """Let writing a larger file fail in this process, as on a disk that is full."""
-  resource.setrlimit(resource.RLIMIT_FSIZE, (1024 * kilobytes, 1024 * kilobytes))
 
 
 def started(module: str, *flags: str, **env: str) -> Result:

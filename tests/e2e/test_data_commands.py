@@ -1,4 +1,4 @@
-"""`data prepare` and `data validate`, as a user runs them."""
+"""Commands of `data`, as a user runs them, and a training on what they leave."""
 
 import json
 import os
@@ -6,8 +6,7 @@ import shutil
 
 import numpy as np
 import pytest
-from commands import called
-from test_one_file import SMALL
+from commands import called, train_flags
 
 from ats_jax.data.tokens.tokenizer import ByteTokenizer
 
@@ -55,30 +54,28 @@ def test_validate(folder, tmp_path):
   )  # fmt: skip
 
 
-def test_report_of_a_filtered_folder(folder, tmp_path):
+def test_report_of_named_sources_and_of_a_filtered_folder(folder, tmp_path):
+  (tmp_path / "b.txt").write_text("Another text.\n" * 20)
+  out, page, cache = (tmp_path / name for name in ("prepared", "report.html", "cache"))
+  report = lambda *flags: called(
+    "data", "report", f"--out={page}", "--config.data.tokenizer=bytes",
+    f"--config.data.cache_dir={cache}", *flags,
+  )  # fmt: skip
+  result = report(f"--config.data.sources=a={folder},b={tmp_path}/b.txt")
+  assert result.code == 0 and page.is_file(), result.err
+  assert "64 records read" in result.out
+
+  page.unlink()
   (folder / "g.txt").write_text("A  file\n" * 20)
-  out, page = tmp_path / "prepared", tmp_path / "report.html"
   flags = (f"--config.data.paths={folder}", "--config.data.tokenizer=bytes")
   filters = "--config.data.filters=exact"
   prepared = called("data", "prepare", f"--out={out}", "--workers=0", filters, *flags)
   assert prepared.code == 0, prepared.err
   assert "64 records read = 58 documents + 6 left out" in prepared.out
   shutil.rmtree(folder)
-  result = called("data", "report", f"--out={page}", f"--config.data.paths={out}")
+  result = report(f"--config.data.paths={out}")
   assert result.out == f"64 records read = 58 documents + 6 left out: {page}\n", result.err
   assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
-
-
-def test_report_of_named_sources(folder, tmp_path):
-  (tmp_path / "b.txt").write_text("Another text.\n" * 20)
-  page = tmp_path / "report.html"
-  result = called(
-    "data", "report", f"--out={page}", "--config.data.tokenizer=bytes",
-    f"--config.data.sources=a={folder},b={tmp_path}/b.txt",
-    f"--config.data.cache_dir={tmp_path}/cache",
-  )  # fmt: skip
-  assert result.code == 0 and page.is_file(), result.err
-  assert "64 records read" in result.out
 
 
 def test_token_files_are_checked_against_their_tokenizer(tmp_path):
@@ -90,7 +87,7 @@ def test_token_files_are_checked_against_their_tokenizer(tmp_path):
   assert result.code == 1 and "a.bin: ids need the tokenizer" in result.out
 
 
-def test_prepare_then_train_without_the_text(folder, tmp_path):
+def test_prepare_then_train_without_the_text(folder, tiny, tmp_path):
   flags = (f"--config.data.paths={folder}", "--config.data.bpe_vocab_size=300")
   result = called("data", "prepare", f"--out={tmp_path}/out", "--workers=2", *flags)
   assert result.code == 0, result.err
@@ -98,11 +95,26 @@ def test_prepare_then_train_without_the_text(folder, tmp_path):
   assert counts.startswith("63 records read = 58 documents + 5 left out (see ")
   assert summary.endswith(f"To train: --config.data.paths={tmp_path}/out")
   shutil.rmtree(folder)
-  settings = (f"--config.{s}" for s in (*SMALL, f"data.cache_dir={tmp_path}/cache"))
-  result = called(
-    "train", "--config=configs/debug.py", f"--workdir={tmp_path}/run",
-    f"--config.data.paths={tmp_path}/out", *settings,
-  )  # fmt: skip
+  own = f"data.paths={tmp_path}/out", "data.tokenizer=bpe", "data.bpe_vocab_size=300"
+  result = called("train", *train_flags(tmp_path / "run", *tiny, *own))
   assert result.code == 0, result.err
   assert "63 records read = 58 documents + 5 left out" in result.err
-  assert called("data", "prepare").error().startswith("--out is missing")
+
+
+SENTENCE = "The café by the harbour opens at seven, and its first guests come in from the boats.\n"
+
+
+@pytest.mark.parametrize(("repeats", "validated"), [(60, True), (10, False)])
+def test_one_file(tiny, tmp_path, repeats, validated):
+  """A training on exactly one file, which is all that many people have."""
+  book = tmp_path / "book.txt"
+  book.write_text(SENTENCE * repeats, encoding="utf-8")
+  own = f"data.paths={book}", "data.validation_fraction=0.02", "eval.bigram_baseline=True"
+  result = called("train", *train_flags(tmp_path / "run", *tiny, *own, "eval.every_steps=4"))
+  assert result.code == 0, result.err
+  if validated:
+    assert result.err.count("Held out for validation") == 1
+    assert "bigram model of the same tokens" in result.err
+  else:
+    assert result.err.count("Too little text to hold any of it out for validation") == 1
+    assert "eval/loss" not in (tmp_path / "run" / "metrics.jsonl").read_text()

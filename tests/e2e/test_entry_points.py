@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import runs
 from commands import REPOSITORY, called, forked, train_flags
+from program_cache import user_cache
 from xla_flags import FAST_STEPS, QUICK
 
 from ats_jax.checkpoint import abstract_like, committed_steps, load_extra, restore_tree, workdir
@@ -22,24 +23,17 @@ from ats_jax.data.splits import open_datasets
 from ats_jax.data.tokens.file import load_tokenizer
 from ats_jax.exits import STOPPED
 from ats_jax.model.layout import stacks
-from ats_jax.ops.implementations import OPS
 from ats_jax.sharding.mesh import make_mesh
 from ats_jax.step.program import make_program
 from ats_jax.train.evaluate import score
 from ats_jax.verbs.train import default_workdir
 
-FINISHING = "SIGINT: finishing the step and saving; press Ctrl-C again to exit at once"
-
-
-def printed(out: str) -> dict[str, float]:
-  """The metrics that `ats-jax evaluate` printed."""
-  return {name: float(value) for name, value in (line.split() for line in out.splitlines())}
-
 
 def evaluate(folder: Path, *flags: str) -> dict[str, float]:
+  """The metrics that `ats-jax evaluate` prints."""
   result = called("evaluate", f"--workdir={folder}", *flags)
   assert result.code == 0, result.err
-  return printed(result.out)
+  return {name: float(value) for name, value in map(str.split, result.out.splitlines())}
 
 
 def test_explain():
@@ -62,7 +56,12 @@ def test_train_alone(tiny, tmp_path):
     capture_output=True,
     text=True,
     cwd=tmp_path,
-    env={**os.environ, "XLA_FLAGS": QUICK, "PYTHONPATH": str(REPOSITORY)},
+    env={
+      **os.environ,
+      "XLA_FLAGS": QUICK,
+      "PYTHONPATH": str(REPOSITORY),
+      "XDG_CACHE_HOME": str(user_cache(tmp_path / "cache")),
+    },
     timeout=runs.TIMEOUT_SECS,
   )
   assert done.returncode == 0, done.stderr
@@ -145,99 +144,50 @@ class TestTrainedRun:
 
   def test_generate(self, trained):
     """The likeliest text whatever the seed, a drawn one by its seed, and an end at a stop text."""
-    generate = lambda *flags: called("generate", f"--workdir={trained}", *flags)
-    greedy = ("--prompt=return self", "--temperature=0", "--max_tokens=12", "--step=best")
+
+    def generate(*flags):
+      flags = (f"--workdir={trained}", "--prompt=return self", "--max_tokens=24", *flags)
+      result = called("generate", *flags)
+      assert result.code == 0, result.err
+      return result.out
+
+    greedy = ("--temperature=0", "--step=best")
     one, other = (generate(*greedy, f"--seed={seed}") for seed in (1, 2))
-    assert one.code == 0 and one.out == other.out
-    assert one.out.startswith("return self") and len(one.out) > len("return self\n")
-
-    sampled = ("--prompt=def", "--temperature=1", "--max_tokens=24")
-    texts = [generate(*sampled, f"--seed={seed}").out for seed in (1, 1, 2)]
-    assert texts[0] == texts[1] != texts[2]
-
-    flags = ("--prompt=def", "--temperature=0", "--max_tokens=60", "--step=best")
-    text = generate(*flags).out.removeprefix("def")
+    assert one == other and one.startswith("return self") and len(one) > len("return self\n")
+    drawn = [generate("--temperature=1", f"--seed={seed}") for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    text = one.removeprefix("return self")
     stop = text.strip()[len(text) // 2 :][:3]
-    assert generate(*flags, f"--stop={stop}").out == "def" + text[: text.index(stop)] + "\n"
+    stopped = generate(*greedy, f"--stop={stop}")
+    assert stopped == "return self" + text[: text.index(stop)] + "\n"
 
 
-def start(folder: Path, *settings: str, config: str | Path = "configs/debug.py"):
-  """A training in a process group of its own, as a terminal starts it."""
-  return subprocess.Popen(
-    [sys.executable, "-m", "ats_jax.train", *train_flags(folder, *settings, config=config)],
+@pytest.mark.thorough
+def test_ctrl_c(tiny, tmp_path):
+  """The signal goes to the whole group, the two loader processes included."""
+  settings = (*tiny, "optimizer.schedule=constant", "data.num_workers=2")
+  with subprocess.Popen(
+    [sys.executable, "-m", "ats_jax.train", *train_flags(tmp_path, *settings, "num_steps=1000000")],
     stdout=subprocess.PIPE,
     stderr=subprocess.STDOUT,
     text=True,
     cwd=REPOSITORY,
     env={**os.environ, "PYTHONUNBUFFERED": "1", "XLA_FLAGS": QUICK},
-    start_new_session=True,
-  )
-
-
-def read_to(process: subprocess.Popen, pattern: str) -> str:
-  """Read what it prints up to a line that matches."""
-  lines = []
-  for line in process.stdout:
-    lines.append(line)
-    if re.search(pattern, line):
-      return "".join(lines)
-  raise AssertionError("".join(lines))
-
-
-# The third step never ends, and no signal counts as an echo of another.
-STUCK = """
-import pathlib, threading
-
-from ats_jax.checkpoint import preemption
-from ats_jax.train.run import Run
-from configs.debug import get_config  # noqa: F401
-
-preemption.ECHO_SECS = 0.0
-finish_update = Run.finish_update
-
-
-def finish(self, *args):
-  finish_update(self, *args)
-  if self.step == 3:
-    print("no end", flush=True)
-    threading.Event().wait()
-
-
-Run.finish_update = finish
-"""
-
-
-@pytest.mark.thorough
-def test_ctrl_c(tiny, tmp_path):
-  """Once: save, end and go on later. Twice: end at once.
-
-  The signal goes to the whole group, the two loader processes included.
-  """
-  settings = (*tiny, "optimizer.schedule=constant", "data.num_workers=2")
-  process = start(tmp_path / "run", *settings, "num_steps=1000000")
-  read_to(process, r"^step +3 ")
-  os.killpg(process.pid, signal.SIGINT)
-  output, _ = process.communicate(timeout=runs.TIMEOUT_SECS)
+    start_new_session=True,  # as a terminal starts it
+  ) as process:
+    runs.read_to(process, 3)
+    os.killpg(process.pid, signal.SIGINT)
+    output, _ = process.communicate(timeout=runs.TIMEOUT_SECS)
   assert process.returncode == STOPPED, output
-  assert FINISHING in output and "Traceback" not in output
-  (step,) = committed_steps(tmp_path / "run" / "checkpoints")
+  assert "SIGINT: finishing the step and saving; press Ctrl-C again to exit at once" in output
+  assert "Traceback" not in output
+  (step,) = committed_steps(tmp_path / "checkpoints")
   assert output.endswith(f"SIGINT: saved step {step}. The same command goes on from there.\n")
 
-  result = called("train", *train_flags(tmp_path / "run", *settings, f"num_steps={step + 2}"))
+  result = called("train", *train_flags(tmp_path, *settings, f"num_steps={step + 2}"))
   assert result.code == 0, result.err
-  assert f"resuming {tmp_path}/run from step {step} of {step + 2}" in result.err
-  steps = [row["step"] for row in runs.rows(tmp_path / "run", "train/loss")]
-  assert steps == list(range(1, step + 3))  # none lost, none twice
-
-  (tmp_path / "stuck.py").write_text(STUCK)
-  process = start(tmp_path / "stuck", *tiny, config=tmp_path / "stuck.py")
-  read_to(process, "no end")
-  os.killpg(process.pid, signal.SIGINT)
-  read_to(process, FINISHING)
-  os.killpg(process.pid, signal.SIGINT)
-  output, _ = process.communicate(timeout=runs.TIMEOUT_SECS)
-  assert process.returncode == 128 + signal.SIGINT, output
-  assert "goes on from there" not in output
+  assert f"resuming {tmp_path} from step {step} of {step + 2}" in result.err
+  assert len(runs.losses(tmp_path)) == step + 2  # none lost, none twice
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(tiny, tmp_path):
@@ -269,17 +219,12 @@ def test_bench_prints_one_json_line():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-  "ops", [("rms_norm", "swiglu", "linear_cross_entropy"), pytest.param(OPS, marks=pytest.mark.slow)]
-)
-def test_bench_ops_checks_and_times_ops(ops):
-  result = forked("lab.ops", "--toy", f"--only={','.join(ops)}", XLA_FLAGS=FAST_STEPS)
+def test_bench_ops_checks_and_times_ops():
+  result = forked("lab.ops", "--toy", "--only=rms_norm,swiglu", XLA_FLAGS=FAST_STEPS)
   assert result.code == 0, result.err
-  lines = [json.loads(line) for line in result.out.splitlines() if line.startswith("{")]
-  rows = lines[1:]
-  assert {r["op"] for r in rows} == set(ops)
+  rows = [json.loads(line) for line in result.out.splitlines() if line.startswith("{")][1:]
+  assert {r["op"] for r in rows} == {"rms_norm", "swiglu"}
   checked = [r for r in rows if r["implementation"] == "xla"]
   assert all(r["ok"] and "ms" in r and max(r["errors"]) < 4e-3 for r in checked)
-  passes = {(r["op"], r["pass"]) for r in rows}
-  assert ("rms_norm", "backward") in passes and ("linear_cross_entropy", "gradients") in passes
+  assert ("rms_norm", "backward") in {(r["op"], r["pass"]) for r in rows}
   assert result.out.count("| swiglu | 37 x 40 |") == 2  # the table at the end

@@ -1,16 +1,28 @@
-"""What a user can get wrong: the exit code, and a message that says what, where and what to do."""
+"""What a user can get wrong: code 2, and a message that says what, where and what to do."""
 
 import functools
+import shlex
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import commands
 import pytest
-from commands import Result, called, forked, limit_file_size, train_flags
+import runs
+from commands import (
+  ROOT_MAY_DO_ANYTHING,
+  Result,
+  called,
+  drop_privileges,
+  forked,
+  train_flags,
+)
 
 from ats_jax import api
 from ats_jax.checkpoint import committed_steps
 from ats_jax.exits import REFUSED
+from ats_jax.verbs import VERBS
 
 
 def assert_says(message: str, *parts: str) -> None:
@@ -18,146 +30,125 @@ def assert_says(message: str, *parts: str) -> None:
     assert part in message, message
 
 
-def says(result: Result, *parts: str) -> bool:
+def refused(result: Result, *parts: str) -> bool:
   """Whether a command was refused, without a traceback, by a message with all these parts."""
-  refused = result.code == REFUSED and "Traceback" not in result.out + result.err
-  return refused and all(part in result.err.partition("error: ")[2] for part in parts)
+  plain = result.code == REFUSED and "Traceback" not in result.out + result.err
+  return plain and not result.out and all(p in result.err.partition("error: ")[2] for p in parts)
+
+
+# A file of a run -> what is in its place, None for a folder.
+BROKEN = {
+  "config_list": ("config.json", b"[]"),
+  "config_folder": ("config.json", None),
+  "config_deep": ("config.json", b"[" * 100_000),
+  "id_folder": ("run_id", None),
+  "tokenizer_list": ("tokenizer.json", b"[1]"),
+  "decisions_bad": ("decisions.jsonl", b"{}\n"),
+  "metrics_bad": ("metrics.jsonl", b"{not json}\n"),
+  "metrics_folder": ("metrics.jsonl", None),
+  "metrics_text": (
+    "metrics.jsonl",
+    b'{"step": 1, "eval/loss": "x", "train/learning_rate": 1}\n',
+  ),
+}
+CONFIG = "from ats_jax.config import base_config\ndef get_config():\n  config = base_config()\n"
+FILES = {
+  "empty.txt": b"",
+  "latin.txt": b"abc caf\xe9",
+  "short.txt": b"hi",
+  "picture.jpg": b"\xff\xd8",
+  "mixed/lines.jsonl": b'{"text": "%s"}\n{"text": broken\n{"txt": "x"}\n{"text": 3}'
+  % (9 * b"good "),
+  "mixed/latin.txt": b"ab\xff",
+  "tokenizer.json": b'{"version": "1.0"}',
+  "binary.py": b"\x00\xff",
+  "syntax.py": b"def get_config(:\n",
+  "imports.py": b"import no_such_module\n",
+  "endless.py": b"def get_config():\n  return get_config()\n",
+  "none.py": b"def get_config():\n  pass\n",
+  "arguments.py": b"def get_config(a, b):\n  return a\n",
+  "exit.py": b"import sys\nsys.exit(0)\n",
+  "name.py": b"def get_config():\n  return seed\n",
+  "type.py": f"{CONFIG}  config.model.num_layers = 'four'\n  return config\n".encode(),
+  "typo.py": f"{CONFIG}  config.model.num_layrs = 4\n  return config\n".encode(),
+  "unicode.py": f"{CONFIG}  config.model.größe = 3\n  return config\n".encode(),
+  "section.py": b"from ml_collections import ConfigDict\n"
+  b"def get_config():\n  return ConfigDict({'model': 3})\n",
+}
 
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory) -> Path:
-  """A folder of files that are no good."""
-  folder = tmp_path_factory.mktemp("inputs")
-  (folder / "empty.txt").touch()
-  (folder / "latin.txt").write_bytes("abc caf\xe9".encode("latin-1"))
-  (folder / "short.txt").write_text("hi")
-  (folder / "picture.jpg").write_bytes(b"\xff\xd8")
-  (folder / "nothing").mkdir()
-  (folder / "mixed").mkdir()
-  lines = ['{"text": "%s"}' % ("good " * 20), '{"text": broken', '{"txt": "x"}', '{"text": 3}']
-  (folder / "mixed" / "lines.jsonl").write_text("\n".join(lines))
-  (folder / "mixed" / "latin.txt").write_bytes(b"ab\xff")
-  (folder / "tokenizer.json").write_text('{"version": "1.0"}')
-  (folder / "bad.py").write_text(
-    "from ats_jax.config import base_config\n"
-    "def get_config():\n  config = base_config()\n  config.model.num_layers = 'four'\n"
-    "  return config\n"
-  )
-  (folder / "typo.py").write_text(
-    "from ats_jax.config import base_config\n"
-    "def get_config():\n  config = base_config()\n  config.model.num_layrs = 4\n"
-    "  return config\n"
-  )
-  (folder / "name.py").write_text("def get_config():\n  return seed\n")
-  (folder / "nothing.py").write_text("def get_config():\n  pass\n")
-  (folder / "exit.py").write_text("import sys\nsys.exit(0)\n")
+def inputs(trained, tmp_path_factory) -> Path:
+  """A folder of files that are no good, and of runs of which one file is none."""
+  folder = tmp_path_factory.mktemp("in")
+  for name in ("nothing", "mixed"):
+    (folder / name).mkdir()
+  for name, content in FILES.items():
+    (folder / name).write_bytes(content)
+  for name, (file, content) in BROKEN.items():
+    run = shutil.copytree(trained, folder / name)
+    for path in run.glob(file):
+      if path.is_dir():
+        shutil.rmtree(path)
+      path.unlink(missing_ok=True)
+      if content is None:
+        path.mkdir()
+      else:
+        path.write_bytes(content)
   return folder
 
 
-# Settings -> parts of the message.
+# Settings of a run on text -> parts of the message. {in} is the folder of `inputs`.
 SETTINGS = {
-  "missing file": (["data.paths={inputs}/no.txt"], "{inputs}/no.txt' does not exist"),
-  "glob without a match": (["data.paths={inputs}/*.rs"], "{inputs}/*.rs' matches no file"),
-  "empty file": (["data.paths={inputs}/empty.txt"], "1 empty", "Check data.paths"),
-  "empty folder": (["data.paths={inputs}/nothing"], "no file that can be read", ".txt"),
-  "unknown suffix": (["data.paths={inputs}/picture.jpg"], "picture.jpg' has a suffix", ".jsonl"),
-  "not UTF-8": (["data.paths={inputs}/latin.txt"], "{inputs}/latin.txt: not UTF-8 at byte 7 (e9)"),
-  "not UTF-8, strict": (
-    ["data.paths={inputs}/latin.txt", "data.strict=True"],
-    "{inputs}/latin.txt: not UTF-8 at byte 7 (e9). Mend it, or set data.strict=False",
+  "data.paths={in}/no.txt": ("{in}/no.txt' does not exist",),
+  "data.paths={in}/*.rs": ("{in}/*.rs' matches no file",),
+  "data.paths={in}/empty.txt": ("1 empty", "Check data.paths"),
+  "data.paths={in}/picture.jpg": ("picture.jpg' has a suffix", ".jsonl"),
+  "data.paths={in}/latin.txt": ("{in}/latin.txt: not UTF-8 at byte 7 (e9)",),
+  "data.paths={in}/mixed/lines.jsonl data.strict=True": (
+    "{in}/mixed/lines.jsonl:2: broken JSON",
+    "Mend it, or set data.strict=False",
   ),
-  "broken JSON, strict": (
-    ["data.paths={inputs}/mixed/lines.jsonl", "data.strict=True"],
-    "{inputs}/mixed/lines.jsonl:2: broken JSON",
-    "data.strict=False",
-  ),
-  "shorter than a row": (
-    ["data.paths={inputs}/short.txt", "data.validation_fraction=0.0"],
+  "data.paths={in}/short.txt data.validation_fraction=0.0": (
     "has 3 tokens in 1 documents, less than one row of data.seq_len=32",
     "set data.seq_len to at most 3",
   ),
-  "heads": (
-    ["model.num_heads=3", "model.num_kv_heads=3"],
-    "model.num_heads=3 does not divide model.d_model=32",
-    "Change one",
-  ),
-  "kv heads": (
-    ["model.num_heads=4", "model.num_kv_heads=3"],
-    "model.num_kv_heads=3 does not divide model.num_heads=4",
-    "use a divisor",
-  ),
-  "precision word": (
-    ["precision.compute_dtype=float8"],
-    "precision.compute_dtype='float8' is unknown",
-    "float32, bfloat16",
-  ),
-  "accum": (["step.accum_steps=3"], "step.accum_steps=3 does not divide data.batch_size=8"),
-  "out of range": (["model.num_layers=0"], "model.num_layers=0 is too small: at least 1"),
-  "vocabulary": (
-    ["model.vocab_size=100"],
+  "model.vocab_size=100": (
     "model.vocab_size=100 is smaller than the tokenizer's 259 tokens",
     "Use at least 259, or 0",
   ),
-  "no tokenizer": (
-    ["data.tokenizer={inputs}/no.json"],
-    "data.tokenizer='{inputs}/no.json' is neither 'bytes', 'bpe' nor an existing",
+  "data.tokenizer={in}/no.json": (
+    "data.tokenizer='{in}/no.json' is neither 'bytes', 'bpe' nor an existing",
   ),
-  "not a tokenizer": (
-    ["data.tokenizer={inputs}/tokenizer.json"],
-    "{inputs}/tokenizer.json' is not a tokenizer.json: it has no field 'model'",
+  "data.tokenizer={in}/tokenizer.json": (
+    "{in}/tokenizer.json' is not a tokenizer.json: it has no field 'model'",
   ),
-  "extension": (["extensions=nowhere.py"], "extensions='nowhere.py' cannot be read: No such file"),
-  "writer": (
-    ["log.writers=console,jsonnl"],
-    "log.writers='jsonnl' is unknown",
-    "Did you mean 'jsonl'?",
-  ),
-  "cache file": (
-    ["compilation_cache={inputs}/short.txt"],
-    "compilation cache {inputs}/short.txt cannot be made: File exists",
+  "log.writers=console,jsonnl": ("log.writers='jsonnl' is unknown", "Did you mean 'jsonl'?"),
+  "compilation_cache={in}/short.txt": (
+    "compilation cache {in}/short.txt cannot be made: File exists",
     "compilation_cache to 'off'",
   ),
-  "unknown key": (
-    ["model.num_layrs=3"],
-    "no such setting",
-    "Did you mean --config.model.num_layers?",
+  "model.num_heads=3 model.num_kv_heads=3": (
+    "model.num_heads=3 does not divide model.d_model=32",
+    "Change one",
   ),
-  "unknown section": (["modle.num_layers=3"], "Did you mean --config.model.num_layers?"),
-  "wrong type": (
-    ["model.num_layers=abc"],
+  "model.num_layrs=3": ("no such setting", "Did you mean --config.model.num_layers?"),
+  "model.num_layers=abc": (
     "--config.model.num_layers=abc",
     "(int): decoder blocks",
     "range [1, 10000]",
   ),
-  "not a number": (["optimizer.learning_rate=1e-3x"], "=1e-3x", "learning_rate (float): peak"),
-  "too many experts": (
-    ["moe.num_experts=4", "moe.top_k=5"],
-    "moe.top_k=5 exceeds moe.num_experts=4",
-    "lower top_k or add experts",
-  ),
-  "no capacity": (["mod.routing=learned", "mod.capacity=0.0"], "mod.capacity=0.0 is too small"),
-  "skipping past the top": (
-    ["mod.routing=learned", "mod.start_layer=90"],
-    "mod.start_layer=90",
-    "no range within model.num_layers=",
-  ),
-  "null experts that save nothing": (
-    ["moe.num_experts=4", "moe.null_experts=2", "moe.dispatch=capacity"],
-    "moe.null_experts=2 needs moe.dispatch=dropless",
-  ),
-  "not finite": (["optimizer.eps=inf"], "optimizer.eps=inf is not a finite number"),
-  "more steps than are counted": (["num_steps=3000000000"], "num_steps=3000000000 is too large"),
-  "not a truth value": (["data.strict=maybe"], "--config.data.strict=maybe", "data.strict (bool)"),
+  "data.strict=maybe": ("--config.data.strict=maybe", "data.strict (bool)"),
 }
 
 
 def test_settings_and_data(tiny, inputs, tmp_path):
   offenders = []
-  for name, (settings, *parts) in SETTINGS.items():
-    flags = train_flags(tmp_path / "run", *tiny, *(s.format(inputs=inputs) for s in settings))
-    result = called("train", *flags)
-    if result.out or not says(result, *(p.format(inputs=inputs) for p in parts)):
-      offenders.append((name, result))
+  for settings, parts in SETTINGS.items():
+    given = settings.replace("{in}", str(inputs)).split()
+    result = called("train", *train_flags(tmp_path / "run", *tiny, *given))
+    if not refused(result, *(part.replace("{in}", str(inputs)) for part in parts)):
+      offenders.append((settings, result))
   assert not offenders
 
 
@@ -196,111 +187,133 @@ def test_mesh(text, tmp_path):
   for changes, *parts in MESHES.values():
     with pytest.raises(ValueError) as error:
       api.train(api.config("debug", SMALL | {"data.paths": (str(text),)} | changes), tmp_path / "x")
-    for part in parts:
-      assert part in str(error.value)
+    assert_says(str(error.value), *parts)
 
 
-# Module and flags -> parts of the message.
-COMMANDS = {
-  "variant": (
-    "train --config=configs/debug.py:foo --workdir={run}",
+# Command line -> a part of the message, or several. {ok} is a trained run, {new} a folder that is
+# not there.
+WRONG = {
+  # Verbs and flags.
+  "trian": "no command 'trian'. Did you mean train?",
+  "''": "no command ''. There are train, launch,",
+  "größer": "no command 'größer'",
+  "train config.num_steps=3": "unexpected argument 'config.num_steps=3'. Everything is a flag",
+  "train --workdri=x": "--workdri: there is no such flag. Did you mean --workdir?",
+  "train --zzz=x": "--zzz: there is no such flag. ats-jax train --help lists them.",
+  "plan --config": "Missing value for flag --config",
+  "plan --flagfile=/no": "Unable to open flagfile",
+  "data": "expected one command of stats, audit, explain, validate, prepare, report, got none",
+  "data prepare": "--out is missing. Example: --out=prepared",
+  "data prepare --out={new} --workers=-1": "--workers=-1",
+  "data explain --row=-1": "--row=-1",
+  "data validate --config.data.format=chat --config.data.packing=concat": "or set "
+  "data.packing=best_fit",
+  "bench stpe": "expected one command of step, sweep, got 'stpe'",
+  "decisions": "expected one workdir, got none",
+  "decisions a b": "expected one workdir, got a b",
+  "launch": "expected one command of local, slurm, jobset, trainjob, skypilot, tpu, got none",
+  "launch local": "--processes is missing. Example: --processes=2",
+  "launch local --processes=0": "--processes=0: 0 is not a positive integer",
+  "launch local --processes=1 --restarts=-1": "--restarts=-1",
+  "evaluate": "--workdir is missing. Example: --workdir=runs/debug",
+  "tune --only=nothing": "--only=nothing: no such op",
+  "train --explain=model.num_layrs": ("no setting 'model.num_layrs'", "mean model.num_layers?"),
+  "train --explain=": "no setting ''",
+  # Configs and settings.
+  "plan --config=configs/no.py": ("No such file or directory", f"seen from {commands.REPOSITORY}"),
+  "plan --config={in}": "is a folder",
+  "plan --config=": "the name of the file is empty",
+  "plan --config=/dev/null": "no attribute 'get_config'",
+  "plan --config=configs/debug.py:foo": (
     "configs/debug.py: unknown variant 'foo'",
     "Choose one of dense, moe, mod, hybrid, null.",
   ),
-  "config does not exist": (
-    "train --config=configs/no.py --workdir={run}",
-    "--config=configs/no.py",
-    "No such file or directory",
-    f"seen from {commands.REPOSITORY}",
-  ),
-  "config is a folder": ("train --config=configs --workdir={run}", "configs is a folder"),
-  "wrong type in a config": (
-    "train --config={inputs}/bad.py --workdir={run}",
-    "--config={inputs}/bad.py",
-    "{inputs}/bad.py:4: TypeError: ",
-    "num_layers",
-    "four",
-  ),
-  "name not known in a config": (
-    "train --config={inputs}/name.py --workdir={run}",
-    "{inputs}/name.py:2: NameError: name 'seed' is not defined\n",
-  ),
-  "config that returns nothing": (
-    "plan --config={inputs}/nothing.py",
-    "{inputs}/nothing.py: get_config() returned None, not a ConfigDict",
-    "`return config`",
-  ),
-  "config that exits": (
-    "bench --config={inputs}/exit.py",
-    "{inputs}/exit.py:2: SystemExit: 0\n",
-  ),
-  "no name of a config": ("train --config= --workdir={run}", "the name of the file is empty"),
-  "unknown key in a config": (
-    "train --config={inputs}/typo.py --workdir={run}",
-    "unknown key model.num_layrs. Did you mean model.num_layers?",
-  ),
-  "no dashes": (
-    "train --config=configs/debug.py --workdir={run} config.num_steps=3",
-    "unexpected argument 'config.num_steps=3'",
-    "--name=value",
-  ),
-  "explain": (
-    "train --explain=model.num_layrs",
-    "no setting 'model.num_layrs'",
-    "Did you mean model.num_layers?",
-  ),
-  "generate without workdir": ("generate", "--workdir is missing"),
-  "evaluate, empty folder": (
-    "evaluate --workdir={inputs}/nothing",
-    "{inputs}/nothing holds no run (config.json is missing)",
-    "Train one",
-  ),
-  "generate, no folder": ("generate --workdir={inputs}/no", "{inputs}/no holds no run"),
-  "generate, unknown flag": ("generate --workdir={trained} --promt=x", "promt", "prompt"),
-  "generate, temperature": ("generate --workdir={trained} --temperature=-1", "--temperature=-1"),
-  "generate, no temperature": (
-    "generate --workdir={trained} --temperature=inf",
-    "--temperature=inf is not a finite number",
-  ),
-  "generate, no share": ("generate --workdir={trained} --top_p=nan", "--top_p=nan is not a finite"),
-  "generate, seed": (
-    "generate --workdir={trained} --seed=99999999999999999999",
-    "--seed=99999999999999999999",
-    "[0, 4294967295]",
-  ),
-  "a workdir's name": ("decisions " + "x" * 256, "holds no decisions.jsonl"),
-  "generate, prompt": (
-    "generate --workdir={trained} --prompt=ab\udcff",  # how Python shows the byte ff
-    "the prompt is not UTF-8 at character 2",
-  ),
-  "generate, missing step": (
-    "generate --workdir={trained} --step=7",
-    "no checkpoint 7 in {trained}/checkpoints; there are [",
-    "40]",
-  ),
-  "evaluate, missing step": (
-    "evaluate --workdir={trained} --step=lates",
-    "no checkpoint 'lates' in {trained}/checkpoints; there are [",
-  ),
-  "evaluate, missing text": (
-    "evaluate --workdir={trained} --paths=/no.txt",
-    "'/no.txt' does not exist",
-  ),
+  "plan --config={in}/binary.py": "{in}/binary.py: SyntaxError",
+  "plan --config={in}/syntax.py": "{in}/syntax.py:1: SyntaxError: invalid syntax",
+  "plan --config={in}/imports.py": "{in}/imports.py:1: ModuleNotFoundError",
+  "plan --config={in}/endless.py": "{in}/endless.py:2: RecursionError",
+  "plan --config={in}/none.py": ("get_config() returned None, not a ConfigDict", "`return config`"),
+  "plan --config={in}/arguments.py:x": "missing 1 required positional argument: 'b'",
+  "plan --config={in}/exit.py": "{in}/exit.py:2: SystemExit: 0\n",
+  "plan --config={in}/name.py": "{in}/name.py:2: NameError: name 'seed' is not defined\n",
+  "plan --config={in}/type.py": ("{in}/type.py:4: TypeError: ", "num_layers", "four"),
+  "plan --config={in}/typo.py": "unknown key model.num_layrs. Did you mean model.num_layers?",
+  "plan --config={in}/unicode.py": "unknown key model.größe",
+  "plan --config={in}/section.py": "config: model is a section, got 3",
+  "plan --config.model=3": "--config.model: there is no such setting",
+  "plan --config.model.num_layers=1e3": "'1e3' is no whole number",
+  "plan --config.model.num_layers=99999999999999999999": "is too large: at most 10000",
+  "plan --config.optimizer.learning_rate=1e400": "learning_rate=inf is not a finite number",
+  "plan --devices=1e9": "--devices=1e9: '1e9' is no whole number",
+  "plan --devices=7 --config.mesh.fsdp=2": "does not divide the 7 devices",
+  "plan budget --tokens=1e400": "--tokens=inf is not a finite number",
+  "plan budget --tokens=1e308": "--tokens=1e+308: expected a positive number",
+  "plan budget --law=1e300,1,1,1,1": "five positive numbers E,A,B,alpha,beta between 0.001",
+  "bridge": "expected one command of import, export, verify",
+  "bridge import --folder={in} --workdir={new}": "config.json cannot be read",
+  "bridge export --workdir={in}/nothing --folder={new}": "{in}/nothing",
+  "config show {in}/nothing": "holds no run",
+  "config diff debug": "expected ",
+  "config import {in}/config_list/config.json": "config.json",
+  # Runs that are none, or are damaged.
+  "evaluate --workdir={in}/nothing": ("{in}/nothing holds no run (config.json is", "Train one"),
+  "evaluate --workdir={in}/config_list": "it holds no settings but []",
+  "train --workdir={in}/config_folder": "Is a directory",
+  "evaluate --workdir={in}/config_deep": "maximum recursion depth exceeded",
+  "generate --workdir={in}/id_folder": "run_id: Is a directory",
+  "generate --workdir={in}/tokenizer_list": "expected a JSON object, got [1]",
+  "decisions {in}": "holds no decisions.jsonl",
+  "decisions {in}/decisions_bad": "decisions.jsonl",
+  "forecast --workdir={in}/metrics_bad": "metrics.jsonl:1: not a row of metrics",
+  "forecast --workdir={in}/metrics_folder": "metrics.jsonl: Is a directory",
+  "forecast --workdir={in}/metrics_text": "eval/loss of step 1 is no number: 'x'",
+  # Numbers and texts of a verb.
+  "generate --workdir={ok} --max_tokens=0": "--max_tokens=0: 0 is not a positive integer",
+  "generate --workdir={ok} --max_tokens=9999999999": "sample.max_tokens=9999999999 is too large",
+  "generate --workdir={ok} --temperature=-1": "--temperature=-1",
+  "generate --workdir={ok} --temperature=inf": "--temperature=inf is not a finite number",
+  "generate --workdir={ok} --top_p=2": "--top_p=2",
+  # The byte ff, as Python shows it.
+  "generate --workdir={ok} --prompt=ab\udcff": "the prompt is not UTF-8 at character 2",
+  "generate --workdir={ok} --step=7": ("no checkpoint 7 in {ok}/checkpoints; there are [", "40]"),
+  "evaluate --workdir={ok} --step=lates": "no checkpoint 'lates' in {ok}/checkpoints; there are [",
+  "evaluate --workdir={ok} --paths=/no.txt": "'/no.txt' does not exist",
+  "evaluate --workdir={ok} --paths=/dev/zero": "/dev/zero",
+  "check_env --coordinator=node0": "a host and a port were expected, e.g. node0:1234",
+  "data report --out={in}": "{in} is a folder",
+  "data report --out=/no/r.html": "there is no folder /no",
+  "bench --steps=0": "--steps=0",
+  "bench --segments=9999": "--segments=9999 is outside",
+  "bench sweep --try=": "expected SETTING=VALUE,VALUE",
+  "bench sweep --out={in}/none.py": "File exists",
+  "train --workdir={new} --init_step=best": "--init_step says which checkpoint of --init_from",
+  "train --workdir=/dev/null/x": "Not a directory: '/dev/null/x'. Choose another",
 }
 
 
-def test_command_line(inputs, trained, tmp_path):
-  names, offenders = {"run": tmp_path / "run", "inputs": inputs, "trained": trained}, []
-  for name, (line, *parts) in COMMANDS.items():
-    result = called(*line.format(**names).split())
-    if not says(result, *(p.format(**names) for p in parts)) or (tmp_path / "run").exists():
-      offenders.append((name, result))
+def test_command_lines(inputs, trained, tmp_path):
+  places, offenders = {"{in}": inputs, "{ok}": trained, "{new}": tmp_path / "new"}, []
+  put = lambda line: functools.reduce(lambda s, at: s.replace(at, str(places[at])), places, line)
+  for line, parts in WRONG.items():
+    result = called(*shlex.split(put(line)))
+    said = map(put, (parts,) if isinstance(parts, str) else parts)
+    if not refused(result, *said) or (tmp_path / "new").exists():
+      offenders.append((line, result))
   assert not offenders
+  assert set(VERBS) <= {line.split()[0] for line in WRONG}  # every verb is tried
+
+
+def test_a_reader_that_has_enough():
+  """As in `ats-jax plan --help | head -1`."""
+  command = [sys.executable, "-m", "ats_jax", "plan", "--help"]
+  with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    process.stdout.close()
+    said = process.stderr.read().decode()
+  assert process.returncode == 141 and not said
 
 
 def test_malformed_lines_are_counted_and_named_and_the_rest_is_used(tiny, inputs, tmp_path):
-  paths = f"data.paths={inputs}/mixed"
-  settings = (*tiny, paths, "num_steps=2", "data.validation_fraction=0.0")
+  settings = (*tiny, f"data.paths={inputs}/mixed", "data.validation_fraction=0.0")
   result = called("train", *train_flags(tmp_path, *settings))
   assert result.code == 0, result.err
   for problem in ("broken JSON", "missing field", "field not a string", "not UTF-8"):
@@ -308,7 +321,34 @@ def test_malformed_lines_are_counted_and_named_and_the_rest_is_used(tiny, inputs
   for line, what in {2: "broken JSON (", 3: "no field 'text'", 4: "field 'text' is int"}.items():
     assert f"{inputs}/mixed/lines.jsonl:{line}: {what}" in result.err
   assert f"{inputs}/mixed/latin.txt: not UTF-8 at byte 2 (ff)" in result.err
-  assert committed_steps(tmp_path / "checkpoints") == [2]
+  assert committed_steps(tmp_path / "checkpoints") == [4]
+  message = called("generate", f"--workdir={tmp_path}", "--step=best").error()
+  assert_says(message, "no checkpoint", "has a metric", "Choose a step of [4]")
+  message = called("evaluate", f"--workdir={tmp_path}").error()
+  assert_says(message, "validation split is empty", "data.validation_fraction", "--paths")
+
+
+@pytest.mark.skipif(ROOT_MAY_DO_ANYTHING, reason="root may do anything")
+def test_files_that_may_not_be_touched(tiny, trained, tmp_path):
+  """By an ordinary user: a run's files, a text, and the folder of a workdir."""
+  message_of = lambda *words: forked(*words, prepare=drop_privileges).error()
+  run = shutil.copytree(trained, tmp_path / "run")
+  (run / "metrics.jsonl").chmod(0)
+  message = message_of("ats_jax", "forecast", f"--workdir={run}")
+  assert_says(message, "metrics.jsonl", "Permission denied")
+
+  path = tmp_path / "secret.txt"
+  path.write_text("secret " * 100)
+  path.chmod(0)
+  flags = train_flags(tmp_path / "x", *tiny, f"data.paths={path}")
+  message = message_of("ats_jax", "train", *flags)
+  assert_says(message, f"{path}: cannot be read (Permission denied)", "data.paths")
+
+  (tmp_path / "locked").mkdir(mode=0o500)
+  run = tmp_path / "locked" / "run"
+  message = message_of("ats_jax", "train", *train_flags(run, *tiny))
+  (tmp_path / "locked").chmod(0o700)
+  assert_says(message, f"workdir {run} cannot be used", "Permission denied", "another --workdir")
 
 
 class TestWorkdir:
@@ -344,82 +384,52 @@ class TestWorkdir:
       assert_says(result.error(), "was trained on other data", "text files", "--paths")
     assert (trained / "tokenizer.json").read_text() == tokenizer
 
-  def test_without_its_config(self, trained, tiny, tmp_path):
-    shutil.copytree(trained, tmp_path / "run")
-    (tmp_path / "run" / "config.json").unlink()
-    message = called("train", *train_flags(tmp_path / "run", *tiny)).error()
-    assert_says(message, "holds checkpoints but no config.json", "Restore the file")
-
-  def test_with_a_broken_config(self, tiny, tmp_path):
-    (tmp_path / "config.json").write_text('{"seed": ')
-    for result in (
-      called("train", *train_flags(tmp_path, *tiny)),
-      called("generate", f"--workdir={tmp_path}"),
-    ):
-      assert_says(result.error(), f"{tmp_path}/config.json cannot be read", "Restore it")
-
-  def test_without_a_checkpoint(self, trained, tmp_path):
-    for name in ("config.json", "run_id", "tokenizer.json"):
-      shutil.copy(trained / name, tmp_path)
-    for verb in ("generate", "evaluate"):
-      message = called(verb, f"--workdir={tmp_path}").error()
-      assert_says(message, f"no checkpoint in {tmp_path}/checkpoints", "Train first")
-
-  @pytest.mark.thorough
-  def test_without_a_metric_for_the_best(self, tiny, tmp_path):
-    settings = (*tiny, "data.validation_fraction=0.0")
-    assert called("train", *train_flags(tmp_path, *settings)).code == 0
-    message = called("generate", f"--workdir={tmp_path}", "--step=best").error()
-    assert_says(message, "no checkpoint", "has a metric", "Choose a step of [4]")
-    message = called("evaluate", f"--workdir={tmp_path}").error()
-    assert_says(message, "validation split is empty", "data.validation_fraction", "--paths")
-
-
-class TestDamage:
-  def damage(self, folder: Path) -> None:
-    """Change one byte of the largest file."""
-    path = max((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-  @pytest.mark.thorough
-  def test_all(self, trained, trained_settings, tmp_path):
+  def test_without_a_file_that_it_needs(self, trained, tiny, trained_settings, tmp_path):
     run = shutil.copytree(trained, tmp_path / "run")
-    steps = committed_steps(run / "checkpoints")
-    for step in steps:
-      self.damage(run / "checkpoints" / str(step))
-    metrics = (run / "metrics.jsonl").read_text()
-    for result in (
-      called("train", *train_flags(run, *trained_settings)),
-      called("generate", f"--workdir={run}"),
-    ):
-      message = result.error()
-      for step in steps:
-        assert f"{run}/checkpoints/{step}: state/" in message
-      assert_says(message, "no intact checkpoint", "Nothing was restored", "use a new workdir")
-    assert committed_steps(run / "checkpoints") == steps  # no fresh start
-    assert (run / "metrics.jsonl").read_text() == metrics
+    (run / "metrics.jsonl").unlink()
+    (run / "metrics.jsonl").mkdir()  # found when it is opened, after the model is there
+    message = called("train", *train_flags(run, *trained_settings)).error()
+    assert_says(message, "metrics.jsonl", "Is a directory")
+    (run / "config.json").unlink()
+    message = called("train", *train_flags(run, *tiny)).error()
+    assert_says(message, "holds checkpoints but no config.json", "Restore the file")
+    shutil.copy(trained / "config.json", run)
+    shutil.rmtree(run / "checkpoints")
+    for verb in ("generate", "evaluate"):
+      message = called(verb, f"--workdir={run}").error()
+      assert_says(message, f"no checkpoint in {run}/checkpoints", "Train first")
 
 
-@pytest.mark.thorough
-def test_full_disk(tiny, tmp_path):
-  settings = (*tiny, "checkpoint.every_steps=2", "optimizer.schedule=constant")
-  assert called("train", *train_flags(tmp_path, *settings)).code == 0
-  flags = train_flags(tmp_path, *settings, "num_steps=8")
-  full = functools.partial(limit_file_size, 50)
-  message = forked("ats_jax", "train", *flags, prepare=full).last_error()
-  assert_says(
-    message, f"checkpoint 6 was not saved to {tmp_path}/checkpoints", "File too large",
-    "Older checkpoints are intact: [2, 4]", "Free space on the disk", "it resumes from the newest",
-  )  # fmt: skip
-  assert committed_steps(tmp_path / "checkpoints") == [2, 4]
+def damage(folder: Path) -> None:
+  """Change one byte of the largest file."""
+  path = max((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+  data = bytearray(path.read_bytes())
+  data[len(data) // 2] ^= 1
+  path.write_bytes(data)
+
+
+def test_damaged_checkpoints(trained, trained_settings, tmp_path):
+  """A run goes on from the newest one that is intact, and begins anew never."""
+  run = shutil.copytree(trained, tmp_path / "run")
+  damage(run / "checkpoints" / "40")
+  evaluated = called("evaluate", f"--workdir={run}")  # changes nothing
+  assert evaluated.code == 0 and f"checkpoint 35 of {run}" in evaluated.err, evaluated.err
+  assert committed_steps(run / "checkpoints")[-1] == 40
+  flags = train_flags(run, *trained_settings)
   result = called("train", *flags)
-  assert result.code == 0 and f"resuming {tmp_path} from step 4 of 8" in result.err
-  assert committed_steps(tmp_path / "checkpoints") == [6, 8]
+  assert result.code == 0, result.err
+  (line,) = [line for line in result.err.splitlines() if "checkpoint 40 is damaged" in line]
+  assert_says(line, "has changed: sha256", "Using 35 instead")
+  assert_says(line, f"the damaged one is now {run}/checkpoints/40.damaged")
+  assert f"resuming {run} from step 35 of 40" in result.err
+  assert runs.losses(run) == runs.losses(trained)
 
-  # The other files fit, the rows of so many steps do not.
-  flags = train_flags(tmp_path / "rows", *tiny, "num_steps=200", "optimizer.schedule=constant")
-  full = functools.partial(limit_file_size, 24)
-  message = forked("ats_jax", "train", *flags, prepare=full).last_error()
-  assert_says(message, "a file could not be written", "File too large", "Free space on the disk")
+  steps, metrics = committed_steps(run / "checkpoints"), (run / "metrics.jsonl").read_text()
+  for step in steps:
+    damage(run / "checkpoints" / str(step))
+  for result in (called("train", *flags), called("generate", f"--workdir={run}")):
+    message = result.error()
+    assert_says(message, *(f"{run}/checkpoints/{step}: state/" for step in steps))
+    assert_says(message, "no intact checkpoint", "Nothing was restored", "use a new workdir")
+  assert committed_steps(run / "checkpoints") == steps
+  assert (run / "metrics.jsonl").read_text() == metrics
