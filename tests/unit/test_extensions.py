@@ -90,43 +90,7 @@ def rows(folder):
   return [row for row in read_jsonl(folder / "metrics.jsonl") if "train/loss" in row]
 
 
-@pytest.mark.thorough
-def test_a_metric_writer(config, tmp_path, caplog):
-  """In a run that goes on, also with a changed file; no command runs the file of a workdir."""
-  caplog.set_level(logging.INFO)
-  run, own = tmp_path / "run", tmp_path / "run" / "mine.txt"
-  cfg = config(SINK, {"log.writers": ("jsonl", "mine"), "log.project": "cats"})
-  train(cfg, run)
-  lines = own.read_text().splitlines()
-  number = (run / "run_id").read_text().strip()
-  assert lines[:2] == [f"run {number} from -1 in cats", "layers 2"]
-  assert [line for line in lines if "memory" in line] == [
-    f"{step} memory/host_rss_gib" for step in (1, 2, 3, 4)
-  ]
-  (kept,) = json.loads((run / "config.json").read_text())["extensions"]
-  name, _, digest = kept.partition("#")
-  assert name == str(tmp_path / "mine.py") and len(digest) == 16
-
-  train(with_settings(cfg, {"num_steps": 6}), run)
-  assert "extensions" not in caplog.text
-  again = own.read_text().splitlines()[len(lines) :]
-  assert again[0] == f"run {number} from 4 in cats" and "5 memory/host_rss_gib" in again
-
-  (tmp_path / "mine.py").write_text(SINK.replace('f"layers', 'f"depth'))
-  train(with_settings(cfg, {"num_steps": 7}), run)
-  assert f"changed since the last start: extensions: {(kept,)!r} -> ('{name}#" in caplog.text
-  sizes = [line for line in own.read_text().splitlines() if line.endswith(" 2")]
-  assert sizes == ["layers 2", "layers 2", "depth 2"]
-
-  extensions.loaded.clear()
-  extensions.writers.forget(extensions.writers.owner("mine"))
-  (tmp_path / "mine.py").write_text("raise RuntimeError('was run')")
-  with load_run(run) as loaded:
-    assert loaded.program.cfg.extensions == ()
-
-
-def test_a_schedule_and_an_optimizer(config, tmp_path):
-  source = """
+OPTIMIZER = """
 import dataclasses
 import optax
 from ats_jax.config.schema.optimizer import OptimizerConfig
@@ -147,46 +111,48 @@ class Lion(OptimizerConfig):
 def lion(cfg, platform, kernels):
   return Optimizer(optax.scale_by_lion(cfg.optimizer.momentum, float(cfg.optimizer.b2)), platform)
 """
-  changes = {"optimizer.schedule": "halved", "optimizer.name": "lion", "checkpoint.every_steps": 2}
-  cfg = config(source, changes)
-  state = train(cfg, tmp_path / "run")
-  rates = [row["train/learning_rate"] for row in rows(tmp_path / "run")]
+
+
+def test_a_metric_writer_a_schedule_and_an_optimizer(config, tmp_path, caplog):
+  """In a run that goes on, with a changed file; no command runs the file of a workdir."""
+  caplog.set_level(logging.INFO)
+  run, own = tmp_path / "run", tmp_path / "run" / "mine.txt"
+  changes = {"log.writers": ("jsonl", "mine"), "log.project": "cats"}
+  changes |= {"optimizer.schedule": "halved", "optimizer.name": "lion"}
+  cfg = config(SINK + OPTIMIZER, changes)
+  state = train(cfg, run)
+  lines = own.read_text().splitlines()
+  number = (run / "run_id").read_text().strip()
+  assert lines[:2] == [f"run {number} from -1 in cats", "layers 2"]
+  assert [line for line in lines if "memory" in line] == [
+    f"{step} memory/host_rss_gib" for step in (1, 2, 3, 4)
+  ]
+  (kept,) = json.loads((run / "config.json").read_text())["extensions"]
+  name, _, digest = kept.partition("#")
+  assert name == str(tmp_path / "mine.py") and len(digest) == 16
+
+  rates = [row["train/learning_rate"] for row in rows(run)]
   np.testing.assert_allclose(rates, [1e-2, 1e-2, 5e-3, 5e-3])
   assert "ScaleByLionState" in str(type(state.opt_state))
   # Every weight moves by the learning rate, as only the sign of Lion's direction counts: what an
   # optimizer returns is all that is done, and this one leaves clipping and decay out.
-  moved = [row["train/update_norm"] / row["train/learning_rate"] for row in rows(tmp_path / "run")]
+  moved = [row["train/update_norm"] / row["train/learning_rate"] for row in rows(run)]
   np.testing.assert_allclose(moved, moved[0], rtol=1e-3)
-  # A run that goes on finds Lion's state; generation needs neither it nor the file.
-  train(with_settings(cfg, {"num_steps": 6}), tmp_path / "run")
-  (tmp_path / "mine.py").unlink()
-  with load_run(tmp_path / "run") as run:
-    assert run.step == 6
 
+  (tmp_path / "mine.py").write_text(SINK.replace('f"layers', 'f"depth') + OPTIMIZER)
+  train(with_settings(cfg, {"num_steps": 6}), run)
+  assert f"changed since the last start: extensions: {(kept,)!r} -> ('{name}#" in caplog.text
+  again = own.read_text().splitlines()[len(lines) :]
+  assert again[:2] == [f"run {number} from 4 in cats", "depth 2"]
+  assert "5 memory/host_rss_gib" in again
 
-def test_an_optimizer_takes_clipping_and_decay_of_the_settings(config, tmp_path):
-  source = """
-import optax
-from ats_jax.extensions import optimizers
-from ats_jax.step.optimizers.base import Optimizer, clipping, decoupled_decay
-
-@optimizers.register("plain")
-def plain(cfg, platform, kernels):
-  links = (*clipping(cfg, platform), optax.identity(), *decoupled_decay(cfg))
-  return Optimizer(optax.chain(*links), platform)
-"""
-  changes = {
-    "optimizer.name": "plain",
-    "optimizer.grad_clip": 0.01,
-    "optimizer.schedule": "constant",
-  }
-  train(config(source, changes | {"optimizer.weight_decay": 0.0}), tmp_path / "run")
-  for row in rows(tmp_path / "run"):
-    assert row["train/grad_norm"] > 0.01
-    assert row["train/update_norm"] == pytest.approx(0.01 * row["train/learning_rate"], rel=1e-3)
-  train(config(source, changes | {"optimizer.weight_decay": 1.0}), tmp_path / "decayed")
-  first = rows(tmp_path / "decayed")[0]
-  assert first["train/update_norm"] > 1.5 * rows(tmp_path / "run")[0]["train/update_norm"]
+  extensions.loaded.clear()
+  owner = extensions.writers.owner("mine")
+  for registry in extensions.ALL:
+    registry.forget(owner)
+  (tmp_path / "mine.py").write_text("raise RuntimeError('was run')")
+  with load_run(run) as loaded:
+    assert loaded.step == 6 and loaded.program.cfg.extensions == ()
 
 
 @pytest.mark.parametrize("made", ["3", "optax.sgd(1.0)"])
@@ -196,9 +162,8 @@ import optax
 from ats_jax.extensions import optimizers
 optimizers.register("none")(lambda cfg, platform, kernels: {made})
 """
-  with pytest.raises(
-    ValueError, match=r"optimizer.name=none made .*: expected an ats_jax.*docs/gu"
-  ):
+  says = r"optimizer.name=none made .*: expected an ats_jax.*docs/gu"
+  with pytest.raises(ValueError, match=says):
     train(config(source, {"optimizer.name": "none"}), tmp_path / "run")
 
 
@@ -216,14 +181,15 @@ def columns(path, text_field, report):
         yield line.split("\\t")[1].strip()
 """
   text = "".join(f"{i}\tthe cat number {i} sat on the mat\n" for i in range(40))
+  caplog.set_level(logging.INFO)
   (tmp_path / "cats.tsv").write_text(f"broken\n{text}")
   changes = {"data.paths": (str(tmp_path / "cats.tsv"),), "data.tokenizer": "bytes"}
-  train(config(source, changes), tmp_path / "run")
+  # Another reader of the same file makes another corpus.
+  for reader in (source, source.replace("[1].strip", "[1].upper")):
+    cfg = load_extensions(config(reader, changes))
+    open_datasets(cfg.data, cfg.seed)
   assert "Malformed input was left out: 1 no two columns" in caplog.text
   assert "40 documents" in caplog.text
-  # Another reader of the same file makes another corpus.
-  changed = load_extensions(config(source.replace("[1].strip", "[1].upper"), changes))
-  open_datasets(changed.data, changed.seed)
   assert sum(p.is_dir() for p in (tmp_path / "cache").glob("corpus-*")) == 2
 
 
@@ -354,19 +320,15 @@ def test_what_is_wrong_with_a_file_is_said(config, tmp_path, source, words):
   assert "mine" not in extensions.writers  # nothing of a file that failed stays
 
 
-def test_a_name_that_two_files_take(config, tmp_path):
+def test_files_that_cannot_be_loaded(config, tmp_path):
   (tmp_path / "other.py").write_text(SINK)
-  both = (f"{tmp_path}/mine.py", f"{tmp_path}/other.py")
-  with pytest.raises(ValueError, match=r"'mine' is there already, of .*mine.py#"):
-    load_extensions(config(SINK, {"extensions": both}))
-
-
-def test_a_file_that_is_not_there(config):
-  cfg = config(SINK, {"extensions": ("nowhere.py",)})
-  with pytest.raises(ValueError, match=r"extensions='nowhere.py' cannot be read: No such file"):
-    load_extensions(cfg)
-  with pytest.raises(ValueError, match=r"extensions='nowhere' is neither a file that ends in .py"):
-    load_extensions(with_settings(cfg, {"extensions": ("nowhere",)}))
+  for files, says in (
+    ((f"{tmp_path}/mine.py", f"{tmp_path}/other.py"), "'mine' is there already, of .*mine.py#"),
+    (("nowhere.py",), r"extensions='nowhere.py' cannot be read: No such file"),
+    (("nowhere",), r"extensions='nowhere' is neither a file that ends in .py"),
+  ):
+    with pytest.raises(ValueError, match=says):
+      load_extensions(config(SINK, {"extensions": files}))
 
 
 def test_a_module_that_can_be_imported(config, tmp_path, monkeypatch):
@@ -386,6 +348,9 @@ def test_an_unknown_name_may_be_one_of_a_file_that_is_not_loaded_yet(config):
 FIRST = """
 import sys
 from ats_jax import extensions
+from ats_jax.config import base_config, from_config_dict
+from_config_dict(base_config())
+print(*(name for name in sys.modules if name.startswith("ats_jax.step")))
 from ats_jax.config.extend import load_extensions
 from ats_jax.config.schema import Config
 load_extensions(Config(extensions=(sys.argv[1],)))
@@ -395,10 +360,12 @@ for registry in extensions.ALL:
 
 
 def test_what_is_built_in_belongs_to_no_file_that_is_loaded_first(tmp_path):
+  """And a config is checked without the parts that it names."""
   (tmp_path / "mine.py").write_text(SINK)
   command = [sys.executable, "-c", FIRST, str(tmp_path / "mine.py")]
   result = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
-  owners = [set(line.split()) for line in result.stdout.splitlines()]
+  imported, *owners = [set(line.split()) for line in result.stdout.splitlines()]
+  assert not imported
   assert owners == [{str(tmp_path / "mine.py")}, *[set()] * 4], result.stderr
 
 
@@ -414,18 +381,3 @@ def test_what_is_built_in_is_registered_alike():
     extensions.orders,
   ):
     assert all(callable(registry.find(name)) for name in registry)
-
-
-LATE = """
-import sys
-from ats_jax.config import base_config, from_config_dict
-from_config_dict(base_config())
-print(*(name for name in sys.modules if name.startswith("ats_jax.step")))
-"""
-
-
-def test_a_config_is_checked_without_the_parts_that_it_names():
-  result = subprocess.run(
-    [sys.executable, "-c", LATE], check=True, capture_output=True, text=True, timeout=120
-  )
-  assert result.stdout.split() == []
