@@ -70,25 +70,16 @@ def trained(settings, tmp_path_factory):
 
 @pytest.mark.thorough
 def test_it_learns_the_rule_and_to_stop(trained):
-  with load_run(trained) as run:
-    for letter, count in HELD_OUT:
-      answer = "".join(run.answer(0, [Message("user", f"{letter}{count}")]))
-      assert answer == letter * count
-
-
-def test_what_it_says_at_the_end_of_training_is_an_answer(trained):
   assert (trained / "samples" / "120.txt").read_text() == "a1a\n"
-
-
-def test_generate_chat_answers_as_in_training(trained):
+  with load_run(trained) as run:
+    for letter, count in HELD_OUT[:3]:
+      assert "".join(run.answer(0, [Message("user", f"{letter}{count}")])) == letter * count
+    with pytest.raises(ValueError, match="not trained on conversations"):
+      of_text = dataclasses.replace(run, tokenizer=run.tokenizer.of_text)
+      of_text.answer(0, [Message("user", "a1")])
   prompt = [f"--workdir={trained}", "--prompt=c3"]
   assert called("generate", *prompt, "--chat").out == "ccc\n"
   assert "--system is a turn" in called("generate", *prompt, "--system=x").error()
-
-
-def test_a_run_on_text_knows_no_turns(trained):
-  with load_run(trained) as run, pytest.raises(ValueError, match="not trained on conversations"):
-    dataclasses.replace(run, tokenizer=run.tokenizer.of_text).answer(0, [Message("user", "a1")])
 
 
 @pytest.fixture(scope="module")
@@ -113,29 +104,10 @@ def gradient(cfg):
   return jax.jit(of_batch)
 
 
-def test_masked_targets_contribute_exactly_nothing(cfg, rows, gradient, mesh):
-  model, masked = make_decoder(cfg), rows["loss_mask"] == 0
-  assert masked.any() and not masked.all()
-  noise = np.random.default_rng(0).integers(0, 256, masked.shape).astype(np.int32)
-  other = rows | {"targets": np.where(masked, noise, rows["targets"])}
-  assert (other["targets"] != rows["targets"]).sum() > 100
-  found = [jax.device_get(gradient(model, micro_batches(r, 1))) for r in (rows, other)]
-  jax.tree.map(np.testing.assert_array_equal, *found)
-
-
-def test_one_flipped_bit_of_the_mask_changes_the_gradient(cfg, rows, gradient, mesh):
-  model, flipped = make_decoder(cfg), rows["loss_mask"].copy()
-  place = tuple(np.argwhere((flipped == 0) & (rows["segment_ids"] > 0))[3])
-  flipped[place] = 1.0
-  loss, grads = gradient(model, micro_batches(rows, 1))
-  other_loss, others = gradient(model, micro_batches(rows | {"loss_mask": flipped}, 1))
-  assert loss != other_loss
-  same = jax.tree.map(lambda a, b: bool(jnp.array_equal(a, b)), grads, others)
-  assert not any(jax.tree.leaves(same))
-
-
-def test_weights_are_those_of_a_weighted_mean(cfg, rows, gradient, mesh):
-  assert set(np.unique(rows["loss_mask"])) == {0.0, 0.25, 1.0}
+def test_targets_weigh_as_their_turns_do(cfg, rows, gradient, mesh):
+  """Loss and gradient are those of a weighted mean, and of masked targets exactly nothing."""
+  model, mask = make_decoder(cfg), rows["loss_mask"]
+  assert set(np.unique(mask)) == {0.0, 0.25, 1.0}
 
   def dense(model):
     x_BTD, _ = model(
@@ -145,10 +117,15 @@ def test_weights_are_those_of_a_weighted_mean(cfg, rows, gradient, mesh):
     logits_BTV = jnp.einsum("btd,vd->btv", x_BTD, model.head_weights())
     chosen_BTV = jax.nn.one_hot(rows["targets"], cfg.model.vocab_size)
     logprobs_BT = jnp.sum(jax.nn.log_softmax(logits_BTV, axis=-1) * chosen_BTV, axis=-1)
-    return -jnp.sum(logprobs_BT * rows["loss_mask"]) / jnp.sum(rows["loss_mask"])
+    return -jnp.sum(logprobs_BT * mask) / jnp.sum(mask)
 
-  model = make_decoder(cfg)
   loss, grads = gradient(model, micro_batches(rows, 1))
   want, want_grads = jax.jit(jax.value_and_grad(dense))(model)
   np.testing.assert_allclose(loss, want, rtol=1e-5)
   assert_trees_close(grads, want_grads, rtol=1e-4, atol=1e-6)
+
+  noise = np.random.default_rng(0).integers(0, 256, mask.shape).astype(np.int32)
+  other = rows | {"targets": np.where(mask == 0, noise, rows["targets"])}
+  assert (other["targets"] != rows["targets"]).sum() > 100
+  found = gradient(model, micro_batches(other, 1))
+  jax.tree.map(np.testing.assert_array_equal, jax.device_get(found), jax.device_get((loss, grads)))
