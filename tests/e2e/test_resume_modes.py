@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 import pytest
 import runs
+from commands import forked, train_flags
 
-STEPS, SWITCH = 20, 10  # the phases change behind SWITCH, where a checkpoint is due too
+STEPS, SWITCH = 12, 6  # the phases change behind SWITCH, where a checkpoint is due too
 SETTINGS = (
   *runs.TINY,
   f"num_steps={STEPS}",
@@ -22,8 +23,8 @@ SETTINGS = (
   "data.batch_size=8",
   "data.num_workers=2",
   "step.accum_steps=2",
-  "checkpoint.every_steps=5",
-  "eval.every_steps=10",
+  "checkpoint.every_steps=3",
+  "eval.every_steps=6",
   "eval.num_batches=2",
   "sample.max_tokens=0",
 )
@@ -48,7 +49,7 @@ def die(event, arguments, seen=[0]):
 
 
 sys.addaudithook(die)
-SWITCH, TEXT, CHAT = 10, {"base": 1}, {"chat": 1}
+SWITCH, TEXT, CHAT = 6, {"base": 1}, {"chat": 1}
 PHASES = {
   "": (),
   "sequential": (
@@ -109,33 +110,28 @@ def folder(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("mode", ["sequential", pytest.param("streaming", marks=pytest.mark.slow)])
 def test_killed_at_its_worst_moments(folder, tmp_path, mode):
   paths, settings, variant = MODES[mode]
-  named = "data.sources" if variant else "data.paths"
+  named = f"{'data.sources' if variant else 'data.paths'}={paths.format(folder)}"
+  config = f"{folder}/config.py:{variant}".removesuffix(":")
   whole, broken = tmp_path / "whole", tmp_path / "broken"
+  given = lambda workdir: (*SETTINGS, *settings, named, f"data.cache_dir={workdir}.cache")
 
-  def start(workdir: Path, kill_at: int = 0):
-    own = f"data.cache_dir={workdir}.cache"
-    given = (*SETTINGS, *settings, f"{named}={paths.format(folder)}", own)
-    return runs.start(
-      workdir,
-      *given,
-      config=f"{folder}/config.py:{variant}".removesuffix(":"),
-      KILL_AT=str(kill_at),
-    )
+  def finish(workdir: Path, kill_at: int = 0):
+    flags = train_flags(workdir, *given(workdir), config=config)
+    return forked("ats_jax.train", *flags, KILL_AT=str(kill_at))
 
-  output = runs.finish(start(whole))
-  assert (mode == "sequential") == ("phase 2 of 2 of data.phases begins" in output)
+  result = finish(whole)
+  assert result.code == 0, result.err
+  assert (mode == "sequential") == ("phase 2 of 2 of data.phases begins" in result.err)
 
-  process = start(broken, kill_at=2)
-  process.communicate(timeout=runs.TIMEOUT_SECS)
-  assert process.returncode == -signal.SIGKILL
+  assert finish(broken, kill_at=2).code == -signal.SIGKILL
   assert list(tmp_path.glob("broken.cache/**/corpus-*.tmp"))
 
-  process = start(broken)
+  process = runs.start(broken, *given(broken), config=config)
   killed_in = runs.kill_while_writing(process, broken, after_step=SWITCH - 1)
   assert killed_in.split(".")[0] == str(SWITCH)
 
   if mode == "streaming":  # as on another machine
     shutil.rmtree(tmp_path / "broken.cache")
-  output = runs.finish(start(broken))
-  assert f"resuming {broken} from step" in output
+  result = finish(broken)
+  assert result.code == 0 and f"resuming {broken} from step" in result.err, result.err
   runs.assert_same_run(whole, broken, STEPS)

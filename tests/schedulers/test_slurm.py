@@ -115,17 +115,13 @@ def begin(slurm, folder, program, *options, before=""):
 @pytest.mark.parametrize(
   ("codes", "state", "code", "starts"),
   [
-    ("0", "COMPLETED", "0:0", 1),
     ("9 137 0", "COMPLETED", "0:0", 3),  # what may pass is tried again at once
     ("2 0", "FAILED", "2:0", 1),  # what was refused is not
     ("9 9 9 9", "FAILED", "9:0", 3),
-    ("75 0", "COMPLETED", "0:0", 2),  # what was told to stop is queued again
   ],
 )
 def test_what_the_script_does_after_each_exit_code(slurm, codes, state, code, starts, tmp_path):
   number = begin(slurm, tmp_path, PROGRAM, f"--export=ALL,CODES={codes}")
-  if "75" in codes:
-    slurm.wait_for_requeue(number)
   job = slurm.wait(number, "COMPLETED", "FAILED", "CANCELLED")
   text = (tmp_path / "log").read_text()
   assert (job["JobState"], job["ExitCode"]) == (state, code), text
