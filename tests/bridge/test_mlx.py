@@ -29,7 +29,6 @@ SIZES = dict(
 )
 EXPERTS = dict(num_local_experts=4, num_experts_per_tok=2)
 CONFIGS = {
-  "llama": transformers.LlamaConfig(**SIZES, tie_word_embeddings=False),
   "qwen3": transformers.Qwen3Config(**SIZES, tie_word_embeddings=True),
   "mixtral": transformers.MixtralConfig(**SIZES, **EXPERTS),
 }

@@ -16,13 +16,12 @@ from ats_jax.pytorch.decoder import Decoder
 torch.set_num_threads(1)
 SIZES = {
   "model.vocab_size": 272,
-  "model.num_layers": 3,
   "model.head_dim": 12,
   "data.seq_len": 24,
   "model.init_std": 0.3,
 }
 EXPERTS = {"moe.num_experts": 6, "moe.top_k": 2, "moe.d_ff": 24}
-SKIPPING = {"mod.routing": "learned", "mod.capacity": 0.4, "mod.every": 2, "model.num_layers": 4}
+SKIPPING = {"mod.routing": "learned", "mod.capacity": 0.4}
 LATENT = {
   "model.kv_latent_dim": 20,
   "model.latent_rope_dim": 8,
@@ -44,33 +43,28 @@ CASES = {
     "model.attn_soft_cap": 3.0,
     "model.attn_scale": 0.4,
     "model.activation": "gelu_tanh",
+    "model.rope_scaling.name": "llama3",
+    "model.rope_scaling.factor": 4.0,
+    "model.rope_scaling.original_len": 16,
+    "model.rope_scaling.fast_turns": 4.0,
     "step.z_loss": 1e-3,
     "step.label_smoothing": 0.1,
   },
   "windows": {
     "model.window": 5,
-    "model.full_every": 3,
-    "model.window_rope_theta": 500.0,
-    "model.rope_scaling.name": "llama3",
-    "model.rope_scaling.factor": 4.0,
-    "model.rope_scaling.original_len": 16,
-    "model.rope_scaling.fast_turns": 4.0,
-    "model.qk_norm": True,
-  },
-  "sinks": {
-    "model.attn_sinks": True,
-    "model.window": 6,
     "model.full_every": 2,
+    "model.window_rope_theta": 500.0,
+    "model.qk_norm": True,
+    "model.attn_sinks": True,
     "model.activation": "clamped",
     "model.rope_scaling.name": "yarn",
     "model.rope_scaling.factor": 8.0,
     "model.rope_scaling.original_len": 16,
   },
-  "latent": {**LATENT, "model.q_latent_dim": 14},
-  "latent-plain-queries": {**LATENT, "model.attn_scale": 0.2},
-  "moe": EXPERTS,
   "moe-groups": {
+    **LATENT,
     **EXPERTS,
+    "model.q_latent_dim": 14,
     "moe.num_experts": 8,
     "moe.num_groups": 4,
     "moe.top_groups": 2,
@@ -98,16 +92,14 @@ CASES = {
     "moe.capacity_factor": 0.6,
     "moe.drop_policy": "weight",
   },
-  "mod": SKIPPING,
-  "mod-predictor": {**SKIPPING, "mod.decision": "predictor", "mod.scope": "ffn"},
-  "mod-static": {**SKIPPING, "mod.routing": "static"},
-  "hybrid": {
+  "mod-predictor": {
     **SKIPPING,
-    **EXPERTS,
-    "moe.null_experts": 2,
-    "model.attn_sinks": True,
+    "mod.every": 1,
+    "mod.decision": "predictor",
+    "mod.scope": "ffn",
   },
-  "hybrid-latent": {**SKIPPING, **EXPERTS, **LATENT, "mod.every": 1, "mod.start_layer": 2},
+  "mod-static": {**SKIPPING, "mod.routing": "static"},
+  "hybrid": {**SKIPPING, **EXPERTS, **LATENT, "moe.null_experts": 2},
 }
 
 
@@ -147,12 +139,19 @@ def arrays(cfg, tree) -> dict[str, np.ndarray]:
   return {n: whole(p) if p.layer is None else whole(p)[p.layer] for n, p in parts.items()}
 
 
+@functools.cache
+def jax_model(name: str):
+  """Config, JAX's decoder, and its arrays."""
+  cfg = config(name)
+  model = stirred(make_decoder(cfg))
+  return cfg, model, arrays(cfg, model)
+
+
 def both(name: str):
   """Config, JAX's decoder, PyTorch's."""
-  cfg = config(name)
-  ours = stirred(make_decoder(cfg))
+  cfg, ours, values = jax_model(name)
   theirs = Decoder(cfg)
-  weights.put(theirs, {n: torch.tensor(a) for n, a in arrays(cfg, ours).items()})
+  weights.put(theirs, {name: torch.tensor(array) for name, array in values.items()})
   return cfg, ours, theirs
 
 

@@ -1,5 +1,6 @@
 """Folders of Hugging Face's with random weights, made without its libraries."""
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ from ats_jax.bridge.safetensors_file import Slot, Writer
 from ats_jax.config.build import resolve, with_settings
 from ats_jax.config.schema import Config
 
+BFLOAT16 = ml_dtypes.bfloat16
 FIELDS = {
   "vocab_size": 272,
-  "num_hidden_layers": 3,
+  "num_hidden_layers": 2,
   "hidden_size": 32,
   "intermediate_size": 48,
   "num_attention_heads": 4,
@@ -82,17 +84,19 @@ def write_tensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
       writer.write(name, array)
 
 
+@functools.cache
+def shapes_of(cfg: Config) -> dict[str, tuple[int, ...]]:
+  """The shapes of a model's arrays, by name."""
+  return {name: part.shape for name, part in abstract_parts(cfg).items()}
+
+
 def random_tensors(fields: dict[str, Any], dtype: Any = np.float32) -> dict[str, np.ndarray]:
   family = FAMILIES[fields["model_type"]]
   settings = family.read(fields)
   cfg = with_settings(Config(), {"data.tokenizer": "bytes", **settings})
-  shapes = {name: part.shape for name, part in abstract_parts(resolve(cfg, 0)).items()}
   rng, tensors = np.random.default_rng(0), {}
-  for item in match_weights(family.fitted(settings), shapes):
+  for item in match_weights(family.fitted(settings), shapes_of(resolve(cfg, 0))):
     for name in item.theirs:
       kept = np.float32 if isinstance(item.row, WeightRow) and item.row.wide else dtype
       tensors[name] = rng.normal(0, 0.2, item.their_shape).astype(kept)
   return tensors
-
-
-BFLOAT16 = ml_dtypes.bfloat16

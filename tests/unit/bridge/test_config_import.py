@@ -7,6 +7,7 @@ from pathlib import Path
 import jax
 import pytest
 from helpers import make_decoder
+from hf_folders import fields_of
 from in_process import printed_by
 
 from ats_jax.bridge import config_import
@@ -80,17 +81,11 @@ def test_a_model_of_hugging_face_is_a_decoder(mesh, tmp_path):
   assert sum(x.size for x in jax.tree.leaves(shapes)) == 2 * 384 * 64 + 2 * layer + 64
 
 
-def test_the_tokenizer_beside_the_file_is_taken(tmp_path):
-  tokenizer = write(tmp_path, "tokenizer.json", "{}")
-  assert read(tmp_path, LLAMA).settings["data.tokenizer"] == tokenizer
-
-
 @pytest.mark.parametrize(
   ("values", "settings", "lacks"),
   [
     ({"model_type": "mistral", "sliding_window": None}, {"model.num_kv_heads": 2}, {}),
     ({"model_type": "mistral"}, {"model.window": 4096}, {}),
-    ({"model_type": "mistral", "sliding_window": 16}, {"model.window": 16}, {}),
     (
       {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2,
        "router_aux_loss_coef": 0.02, "router_jitter_noise": 0.1},
@@ -102,11 +97,10 @@ def test_the_tokenizer_beside_the_file_is_taken(tmp_path):
       {"moe.aux_loss": 0.001},
       {"model_type": "top_k must be more"},
     ),
-    ({"model_type": "qwen2"}, {"model.qk_norm": False, "model.qkv_bias": True}, {}),
     (
       {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 1,
        "sliding_window": 8},
-      {"model.window": 0},
+      {"model.window": 0, "model.qk_norm": False, "model.qkv_bias": True},
       {"use_sliding_window": "every n-th"},
     ),
     (
@@ -114,7 +108,6 @@ def test_the_tokenizer_beside_the_file_is_taken(tmp_path):
       {"model.qk_norm": True, "model.head_dim": 32, "model.tie_embeddings": True},
       {},
     ),
-    ({"model_type": "qwen3"}, {"model.head_dim": 128}, {}),
     (
       EXPERTS | {"model_type": "qwen3_moe", "norm_topk_prob": True, "decoder_sparse_step": 2},
       {"moe.num_experts": 8, "moe.d_ff": 96, "moe.renormalize": True, "moe.every": 2},
@@ -185,9 +178,6 @@ def test_the_tokenizer_beside_the_file_is_taken(tmp_path):
       {"model.rope_theta": 2e4},
       {},
     ),
-    ({"rope_scaling": {"rope_type": ["a"]}}, {}, {"rope_scaling": "cannot be read"}),
-    ({"attention_bias": True, "attention_dropout": 0.1}, {},
-     {"attention_bias": "has only False", "attention_dropout": "has only 0.0"}),
     ({"torch_dtype": "float16"}, {}, {"torch_dtype": "bfloat16 is used"}),
   ],
 )  # fmt: skip
@@ -199,103 +189,60 @@ def test_families_of_hugging_face(tmp_path, values, settings, lacks):
     assert any(words in line.text for line in report.missing if line.name == name)
 
 
-def test_a_block_that_is_refused_still_says_its_base(tmp_path):
-  rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 3e4}
-  values = {k: v for k, v in LLAMA.items() if k != "rope_theta"} | {"rope_parameters": rope}
-  report = read(tmp_path, values)
-  assert report.settings["model.rope_theta"] == 3e4 and missing(report).keys() == {
-    "rope_parameters"
-  }
-
-
-# What a small model of a family needs beside, or does not take.
-OF_KIND = {
-  "deepseek_v2": {"num_key_value_heads": 4, "num_experts_per_tok": 2},
-  "deepseek_v3": {"num_key_value_heads": 4, "first_k_dense_replace": 1},
-}
-MORE_OF_KIND = {
-  "deepseek_v2": {"head_dim": 64, "norm_topk_prob": False},
-  "deepseek_v3": {"head_dim": 64},
-}
-
-
 @pytest.mark.parametrize("kind", FAMILIES)
-@pytest.mark.parametrize("more", [False, True])
-def test_a_family_is_read_as_the_bridge_reads_it(tmp_path, kind, more):
-  sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
-           "num_attention_heads", "num_key_value_heads")  # fmt: skip
-  values = {"model_type": kind} | {name: LLAMA[name] for name in sizes} | OF_KIND.get(kind, {})
-  if more:
-    scaled = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0,
-              "high_freq_factor": 4.0, "original_max_position_embeddings": 16}  # fmt: skip
-    fields = EXPERTS | {
-      "head_dim": 32, "rms_norm_eps": 1e-3, "rope_theta": 7e5,
-      "rope_scaling": scaled, "tie_word_embeddings": True, "norm_topk_prob": True,
-      "num_local_experts": 4, "attn_logit_softcapping": 20.0, "query_pre_attn_scalar": 64,
-      "layer_types": ["sliding_attention", "full_attention"], "max_position_embeddings": 64,
-    } | MORE_OF_KIND.get(kind, {})  # fmt: skip
-    known = {key for row in FAMILIES[kind].fields for key in row.keys}
-    values |= {k: v for k, v in fields.items() if k in {*known, "max_position_embeddings"}}
-  report = read(tmp_path, values)
-  of_bridge = FAMILIES[kind].read(values)
-  assert not report.missing
-  assert {name: report.settings[name] for name in of_bridge} == of_bridge
+def test_a_family_is_read_as_the_bridge_reads_it(tmp_path, kind):
+  fields = {
+    "rms_norm_eps": 1e-3, "rope_theta": 7e5, "tie_word_embeddings": True,
+    "rope_scaling": {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0,
+                     "high_freq_factor": 4.0, "original_max_position_embeddings": 16},
+    "attn_logit_softcapping": 20.0, "query_pre_attn_scalar": 64,
+    "layer_types": ["sliding_attention", "full_attention"],
+  }  # fmt: skip
+  known = {key for row in FAMILIES[kind].fields for key in row.keys}
   own = {"model.init_std", "moe.aux_loss", "moe.sequence_aux_loss", "data.seq_len"}
   own |= {"data.bpe_vocab_size"}
-  assert report.settings.keys() - of_bridge.keys() <= own
+  for values in (
+    fields_of(kind),
+    fields_of(kind, max_position_embeddings=64, **{k: fields[k] for k in fields.keys() & known}),
+  ):
+    report, of_bridge = read(tmp_path, values), FAMILIES[kind].read(values)
+    assert not report.missing
+    assert {name: report.settings[name] for name in of_bridge} == of_bridge
+    assert report.settings.keys() - of_bridge.keys() <= own
 
 
-def test_defaults_of_theirs_are_taken_and_shown(tmp_path):
+def test_defaults_and_the_tokenizer_are_taken_and_shown(tmp_path):
+  tokenizer = write(tmp_path, "tokenizer.json", "{}")
   report = read(tmp_path, {k: v for k, v in LLAMA.items() if k != "rms_norm_eps"})
+  assert report.settings["data.tokenizer"] == tokenizer
   assert report.settings["model.norm_eps"] == 1e-6
   assert [line.name for line in report.defaults] == ["head_dim"]  # of rms_norm_eps they agree
   assert "model.head_dim = 16 (ours: 0)" in report.table()
+  # A block that is refused still says its base.
+  rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 3e4}
+  values = {k: v for k, v in LLAMA.items() if k != "rope_theta"} | {"rope_parameters": rope}
+  report = read(tmp_path, values)
+  assert report.settings["model.rope_theta"] == 3e4
+  assert missing(report).keys() == {"rope_parameters"}
 
 
-@pytest.mark.parametrize(
-  ("name", "content", "words"),
-  [
-    ("a.json", "{", r"is not JSON \(.*\)\. Expected the config\.json of a Hugging Face model\.$"),
-    ("a.json", "[1]", "not an object of names and values"),
-    ("a.json", {"lr": 1}, r"has no model_type \(it has lr\)\. Expected the config\.json"),
-    ("torchtitan.toml", "[job]\nx = 1", "is not JSON .* Expected the config"),
-    ("deepspeed.json", {"train_batch_size": 4}, r"has no model_type \(it has train_batch_size\)"),
-    ("config.json", LLAMA | {"model_type": "gpt2"}, "model_type='gpt2' is not a model that can be"),
-    ("config.json", LLAMA | {"model_type": ["llama"]}, "is not a model that can be"),
-    ("config.json", LLAMA | {"hidden_size": None}, "hidden_size is missing in config.json"),
-    (
-      "config.json",
-      LLAMA | {"hidden_size": "wide"},
-      "hidden_size is 'wide' .*expected int",
-    ),
-    (
-      "config.json",
-      LLAMA | {"vocab_size": "many"},
-      "vocab_size is 'many' .*expected int",
-    ),
-    (
-      "config.json",
-      LLAMA | {"vocab_size": [1]},
-      r"vocab_size is \[1\] .*expected int",
-    ),
-    ("config.json", LLAMA | {"num_attention_heads": 0}, "head_dim of config.json cannot be read"),
-    (
-      "config.json",
-      LLAMA | {"model_type": "mistral", "sliding_window": "far"},
-      "model.window must",
-    ),
-    ("config.json", LLAMA | {"num_key_value_heads": 3}, "model.num_kv_heads=3 does not divide"),
-    (
-      "config.json",
-      LLAMA | {"max_position_embeddings": "far"},
-      "is 'far'; expected a whole number",
-    ),
-  ],
-)
-def test_what_is_wrong_is_said_with_the_file(tmp_path, name, content, words):
-  file = write(tmp_path, name, content)
-  with pytest.raises(ValueError, match=f"^{re.escape(file)}: .*{words}"):
-    config_import.read(file)
+def test_what_is_wrong_is_said_with_the_file(tmp_path):
+  for content, words in (
+    ("{", r"is not JSON \(.*\)\. Expected the config\.json of a Hugging Face model\.$"),
+    ("[1]", "not an object of names and values"),
+    ({"lr": 1}, r"has no model_type \(it has lr\)\. Expected the config\.json"),
+    (LLAMA | {"model_type": "gpt2"}, "model_type='gpt2' is not a model that can be"),
+    (LLAMA | {"model_type": ["llama"]}, "is not a model that can be"),
+    (LLAMA | {"hidden_size": None}, "hidden_size is missing in config.json"),
+    (LLAMA | {"vocab_size": [1]}, r"vocab_size is \[1\] .*expected int"),
+    (LLAMA | {"num_attention_heads": 0}, "head_dim of config.json cannot be read"),
+    (LLAMA | {"model_type": "mistral", "sliding_window": "far"}, "model.window must"),
+    (LLAMA | {"num_key_value_heads": 3}, "model.num_kv_heads=3 does not divide"),
+    (LLAMA | {"max_position_embeddings": "far"}, "is 'far'; expected a whole number"),
+  ):
+    file = write(tmp_path, "config.json", content)
+    with pytest.raises(ValueError, match=f"^{re.escape(file)}: .*{words}"):
+      config_import.read(file)
 
 
 def test_a_name_in_the_file_cannot_end_the_text_it_is_written_in(tmp_path):

@@ -1,15 +1,22 @@
-"""The tables of families, without weights."""
+"""The tables of families, without folders."""
 
 import dataclasses
 
+import numpy as np
 import pytest
-from hf_folders import fields_of
+from hf_folders import fields_of, shapes_of
 
-from ats_jax.bridge.convert import abstract_parts
 from ats_jax.bridge.export import choose_family
 from ats_jax.bridge.families import FAMILIES
 from ats_jax.bridge.families.common import read_rope, write_rope
-from ats_jax.bridge.family import architecture, match_weights, together
+from ats_jax.bridge.family import (
+  OwnWeight,
+  architecture,
+  match_weights,
+  to_ours,
+  to_theirs,
+  together,
+)
 from ats_jax.config.build import resolve, with_settings
 from ats_jax.config.names import flatten
 from ats_jax.config.schema import Config
@@ -24,111 +31,108 @@ def config(kind: str, **changes) -> Config:
 
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_a_config_comes_back_as_it_was(kind):
-  cfg = config(kind)
-  written = FAMILIES[kind].write(cfg)
-  again = resolve(with_settings(Config(), BYTES | FAMILIES[kind].read(written)), 0)
+  cfg, family = config(kind), FAMILIES[kind]
+  again = resolve(with_settings(Config(), BYTES | family.read(family.write(cfg))), 0)
   assert architecture(again) == architecture(cfg)
+  assert choose_family(cfg, kind).model_type == kind
+  # Fields of training change nothing. The classes of `transformers` write those of experts too.
+  fields = {
+    "initializer_range": 0.1, "attention_dropout": 0.1, "output_router_logits": True,
+    "router_aux_loss_coef": 0.5, "aux_loss_alpha": 0.5, "seq_aux": False, "ep_size": 2,
+  }  # fmt: skip
+  assert family.read(fields_of(kind, **fields)) == family.read(fields_of(kind))
+  assert family.carried >= fields.keys()
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_every_array_is_in_one_row_and_every_tensor_in_one_array(kind):
-  family = FAMILIES[kind].fitted(flatten(config(kind)))
-  planned = match_weights(family, {n: p.shape for n, p in abstract_parts(config(kind)).items()})
-  theirs = [name for item, *_ in together(planned) for name in item.theirs]
-  assert len(theirs) == len(set(theirs)) > 20
+def test_every_array_comes_back_from_its_tensors(kind):
+  cfg, rng = config(kind), np.random.default_rng(0)
+  planned = match_weights(FAMILIES[kind].fitted(flatten(cfg)), shapes_of(cfg))
+  arrays = {
+    item.ours: item.row.value(item.shape)
+    if isinstance(item.row, OwnWeight)
+    else rng.normal(size=item.shape)
+    for item in planned
+  }
+  read = lambda item: arrays[item.ours]
+  tensors = [pair for group in together(planned) for pair in to_theirs(group, read)]
+  theirs = dict(tensors)
+  assert len(theirs) == len(tensors) > 15
+  for item in planned:
+    got = to_ours(item, theirs.__getitem__, np.dtype(np.float64))
+    np.testing.assert_array_equal(got, arrays[item.ours], err_msg=item.ours)
+    assert all(theirs[name].shape == item.their_shape for name in item.theirs)
   layers = [int(i.ours.split("/")[1]) for i in planned if i.ours.startswith("layers/")]
   assert layers == sorted(layers)  # a layer at a time
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
-def test_a_model_is_exported_as_its_own_family(kind):
-  assert choose_family(config(kind), kind).model_type == kind
-
-
-@pytest.mark.parametrize(
-  ("changes", "words"),
-  [
+def test_what_no_family_has_is_named():
+  for changes, words in (
     ({"mod.routing": "static"}, "mod.routing=static"),
     ({"moe.num_experts": 4, "moe.null_experts": 1}, "moe.null_experts=1"),
     ({"moe.num_experts": 4, "moe.score": "sigmoid"}, "moe.score=sigmoid"),
     ({"model.qk_norm": True, "model.qkv_bias": True}, "model.qkv_bias=True"),
     ({"model.attn_sinks": True}, "gpt_oss: moe.num_experts=0: it has experts"),
     ({"moe.num_experts": 4, "moe.expert_bias": True}, "moe.expert_bias=True"),
-  ],
-)
-def test_what_no_family_has_is_named(changes, words):
-  cfg = resolve(with_settings(config("llama"), changes), 0)
-  with pytest.raises(ValueError, match=words):
-    choose_family(cfg)
-
-
-@pytest.mark.parametrize(
-  "changes",
-  [
-    {"model.dropout": 0.1, "moe.aux_loss": 0.5, "moe.noise": 1.0},
-    {"moe.dispatch": "capacity", "moe.capacity_factor": 2.0},
-    {"moe.exchange": "bins", "moe.exchange.factor": 2.0},
-  ],
-)
-def test_what_is_for_training_alone_is_in_the_way_of_no_family(changes):
-  cfg = resolve(with_settings(config("mixtral"), changes), 0)
-  assert architecture(cfg) == architecture(config("mixtral"))
-  assert choose_family(cfg).model_type == "mixtral"
-
-
-@pytest.mark.parametrize("kind", FAMILIES)
-def test_fields_of_training_are_passed_over(kind):
-  """Those of experts too: the classes of `transformers` write them whatever a model has."""
-  fields = {
-    "initializer_range": 0.1, "attention_dropout": 0.1, "output_router_logits": True,
-    "router_aux_loss_coef": 0.5, "aux_loss_alpha": 0.5, "seq_aux": False, "ep_size": 2,
-  }  # fmt: skip
-  family = FAMILIES[kind]
-  assert family.read(fields_of(kind, **fields)) == family.read(fields_of(kind))
-  assert family.carried >= fields.keys()
+  ):
+    cfg = resolve(with_settings(config("llama"), changes), 0)
+    with pytest.raises(ValueError, match=words):
+      choose_family(cfg)
+  with pytest.raises(
+    ValueError, match=r"Llama models have nothing like layers/0/attn/./(weight|bias)"
+  ):
+    match_weights(FAMILIES["llama"], shapes_of(config("qwen2")))
 
 
 def test_the_first_family_that_fits_is_chosen():
-  assert choose_family(config("qwen2")).model_type == "qwen2"
-  assert choose_family(config("olmoe")).model_type == "olmoe"
-  assert choose_family(config("gpt_oss")).model_type == "gpt_oss"
+  for kind in ("qwen2", "olmoe", "gpt_oss"):
+    assert choose_family(config(kind)).model_type == kind
   with pytest.raises(ValueError, match="no-such is unknown"):
     choose_family(config("llama"), "no-such")
+  # What is for training alone is in the way of no family.
+  for changes in (
+    {"model.dropout": 0.1, "moe.aux_loss": 0.5, "moe.noise": 1.0},
+    {"moe.dispatch": "capacity", "moe.capacity_factor": 2.0},
+    {"moe.exchange": "bins", "moe.exchange.factor": 2.0},
+  ):
+    cfg = resolve(with_settings(config("mixtral"), changes), 0)
+    assert choose_family(cfg).model_type == "mixtral"
 
 
 @pytest.mark.parametrize(
-  ("fields", "words"),
+  ("kind", "fields", "words"),
   [
-    ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rotary scaling is 'dynamic'"),
-    ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "new": 1}}, "new of rotary"),
-    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
-    ({"attention_bias": True}, "attention_bias is True"),
-    ({"quantization_config": {"bits": 4}}, "quantization_config"),
-    ({"hidden_act": "relu"}, "hidden_act is 'relu'"),
-    ({"hidden_size": "wide"}, "hidden_size is 'wide' in config.json, expected int"),
-    ({"rope_scaling": {"rope_type": ["a"]}}, "rope_scaling of config.json cannot be read"),
-  ],
-)
-def test_what_this_program_has_not_is_refused(fields, words):
-  with pytest.raises(ValueError, match=words):
-    FAMILIES["llama"].read(fields_of("llama", **fields))
-
-
-@pytest.mark.parametrize(
-  ("fields", "words"),
-  [
-    ({"quantization_config": {"quant_method": "gptq"}}, "quant_method 'gptq' in config.json, and"),
-    ({"attention_bias": False}, "attention_bias is False"),
-    ({"num_experts_per_tok": 1}, "top_k must be more"),
+    ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rotary scaling is 'dynamic'"),
+    ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "new": 1}}, "new of rotary"),
+    ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+    ("llama", {"attention_bias": True}, "attention_bias is True"),
+    ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
+    ("gpt_oss", {"quantization_config": {"quant_method": "gptq"}}, "quant_method 'gptq' in config"),
+    ("gpt_oss", {"attention_bias": False}, "attention_bias is False"),
     (
+      "gpt_oss",
       {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
       r"layers \[0, 2\]",
     ),
+    (
+      "qwen3",
+      {
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        "use_sliding_window": True,
+        "sliding_window": 8,
+      },
+      r"layers \[0\] of 3 have no sliding window",
+    ),
+    ("deepseek_v3", {"rope_interleave": False}, "rope_interleave is False"),
+    ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads is 2 in config.json; 4 follo"),
+    ("deepseek_v3", {"qk_head_dim": 20}, "qk_head_dim is 20 in config.json; 18 follows"),
+    ("deepseek_v3", {"topk_method": "greedy"}, "topk_method is 'greedy'"),
+    ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method is 'noaux_tc'"),
   ],
 )
-def test_what_gpt_oss_may_say_and_this_program_has_not(fields, words):
+def test_what_this_program_has_not_is_refused(kind, fields, words):
   with pytest.raises(ValueError, match=words):
-    FAMILIES["gpt_oss"].read(fields_of("gpt_oss", **fields))
+    FAMILIES[kind].read(fields_of(kind, num_hidden_layers=3, **fields))
 
 
 def test_the_published_fields_of_gpt_oss():
@@ -141,17 +145,8 @@ def test_the_published_fields_of_gpt_oss():
   assert FAMILIES["gpt_oss"].read(fields) == FAMILIES["gpt_oss"].read(fields_of("gpt_oss"))
 
 
-def test_older_rotary_fields_mean_the_same():
-  old = {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2}}
-  new = {"rope_parameters": {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}}
-  assert FAMILIES["llama"].read(fields_of("llama", **old)) == FAMILIES["llama"].read(
-    fields_of("llama", **new)
-  )
-
-
-@pytest.mark.parametrize(
-  "fields",
-  [
+def test_rotary_fields_come_back():
+  for fields in (
     {"rope_type": "default", "rope_theta": 1e4},
     {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
     {
@@ -162,33 +157,16 @@ def test_older_rotary_fields_mean_the_same():
       "rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "beta_slow": 2.0, "beta_fast": 16.0,
       "truncate": False, "attention_factor": 1.2, "original_max_position_embeddings": 4096,
     },
-  ],
-)  # fmt: skip
-def test_rotary_fields_come_back(fields):
-  cfg = with_settings(Config(), read_rope(fields, None))
-  assert write_rope(cfg) == fields
-
-
-def test_windows_of_other_patterns_are_refused():
-  types = ["full_attention", "sliding_attention", "sliding_attention"]
-  fields = fields_of("qwen3", layer_types=types, use_sliding_window=True, sliding_window=8)
-  with pytest.raises(ValueError, match=r"layers \[0\] of 3 have no sliding window"):
-    FAMILIES["qwen3"].read(fields)
-
-
-def test_a_model_without_a_family_names_its_array():
-  cfg = config("qwen2")
-  shapes = {n: p.shape for n, p in abstract_parts(cfg).items()}
-  with pytest.raises(
-    ValueError, match=r"Llama models have nothing like layers/0/attn/./(weight|bias)"
-  ):
-    match_weights(FAMILIES["llama"], shapes)
+  ):  # fmt: skip
+    assert write_rope(with_settings(Config(), read_rope(fields, None))) == fields
+  old = {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2}}
+  new = {"rope_parameters": {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}}
+  older, newer = (FAMILIES["llama"].read(fields_of("llama", **fields)) for fields in (old, new))
+  assert older == newer
 
 
 def test_dense_layers_beside_experts_keep_their_width():
-  cfg = config("qwen3_moe", mlp_only_layers=[0])
-  other = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, d_ff=64))
-  assert architecture(cfg) != architecture(other)
-  all_sparse = config("qwen3_moe")
-  other = dataclasses.replace(all_sparse, model=dataclasses.replace(cfg.model, d_ff=64))
-  assert architecture(all_sparse) == architecture(other)
+  for dense_layers in ([0], []):
+    cfg = config("qwen3_moe", mlp_only_layers=dense_layers)
+    other = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, d_ff=64))
+    assert (architecture(cfg) != architecture(other)) == bool(dense_layers)

@@ -13,12 +13,23 @@ from ats_jax.config.build import resolve
 from ats_jax.store.paths import parse
 
 Q = "model.layers.1.self_attn.q_proj.weight"
+FILE = "model.safetensors"
 
 
 def check(folder):
   source = open_model_folder(folder)
   cfg = resolve(config_of(source, tokenizer="bytes"), 0)
   return plan(source, cfg, abstract_parts(cfg))
+
+
+def refuses(folder, words):
+  with pytest.raises(ValueError, match=words):
+    check(folder)
+
+
+@pytest.fixture
+def folder(tmp_path):
+  return make_folder(tmp_path / "hf")
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, BFLOAT16], ids=str)
@@ -33,36 +44,17 @@ def test_tensors_come_back_as_they_were_written(dtype, tmp_path):
     np.testing.assert_array_equal(got, array)
 
 
-def test_a_whole_folder_passes(tmp_path):
-  assert check(make_folder(tmp_path / "one"))
-  assert check(make_folder(tmp_path / "many", shards=3))
-
-
-def test_a_missing_shard(tmp_path):
-  folder = make_folder(tmp_path / "hf", shards=3)
-  (folder / "model-00002-of-00003.safetensors").unlink()
-  with pytest.raises(ValueError, match=r"misses model-00002-of-00003.safetensors, which"):
-    check(folder)
-
-
-def test_a_missing_tensor(tmp_path):
-  folder = make_folder(tmp_path / "hf")
-  tensors = random_tensors(fields_of("llama"))
-  del tensors[Q]
-  write_tensors(folder / "model.safetensors", tensors)
-  with pytest.raises(ValueError, match=f"misses 1 tensors of a Llama model: {Q}"):
-    check(folder)
-
-
-def test_an_extra_tensor(tmp_path):
-  folder = make_folder(tmp_path / "hf")
-  tensors = random_tensors(fields_of("llama"))
-  tensors["model.layers.0.self_attn.q_proj.bias"] = np.zeros(32, np.float32)
-  write_tensors(folder / "model.safetensors", tensors)
-  with pytest.raises(
-    ValueError, match=r"holds 1 tensors that .*: model.layers.0.self_attn.q_proj.b"
+def test_wrong_tensors(folder):
+  assert check(folder)
+  right, bias = random_tensors(fields_of("llama")), "model.layers.0.self_attn.q_proj.bias"
+  for changes, words in (
+    ({Q: None}, f"misses 1 tensors of a Llama model: {Q}"),
+    ({bias: np.zeros(32, np.float32)}, f"holds 1 tensors that .*: {bias}"),
+    ({Q: right[Q].reshape(-1, 16)}, rf"tensor {Q} is \[64, 16\], and config.json says \[32, 32\]"),
   ):
-    check(folder)
+    tensors = {n: a for n, a in (right | changes).items() if a is not None}
+    write_tensors(folder / FILE, tensors)
+    refuses(folder, words)
 
 
 def test_a_tied_head_that_is_written_out_is_the_table(tmp_path):
@@ -70,97 +62,56 @@ def test_a_tied_head_that_is_written_out_is_the_table(tmp_path):
   tensors = random_tensors(fields_of("llama", tie_word_embeddings=True))
   tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
   tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)
-  write_tensors(folder / "model.safetensors", tensors)
+  write_tensors(folder / FILE, tensors)
   assert check(folder)
   tensors["lm_head.weight"] = tensors["lm_head.weight"] + 1
-  write_tensors(folder / "model.safetensors", tensors)
-  with pytest.raises(ValueError, match=r"holds .* tensors that .*lm_head.weight"):
-    check(folder)
+  write_tensors(folder / FILE, tensors)
+  refuses(folder, r"holds .* tensors that .*lm_head.weight")
 
 
-def test_a_wrong_dtype(tmp_path):
-  folder = make_folder(tmp_path / "hf")
-  data = bytearray((folder / "model.safetensors").read_bytes())
+def test_files_that_are_damaged(folder):
+  path = folder / FILE
+  data = path.read_bytes()
   length = int.from_bytes(data[:8], "little")
   header = json.loads(data[8 : 8 + length])
   header[Q]["dtype"] = "I8"
   text = json.dumps(header, separators=(",", ":")).encode()
-  (folder / "model.safetensors").write_bytes(
-    len(text).to_bytes(8, "little") + text + data[8 + length :]
-  )
-  with pytest.raises(ValueError, match=f"tensor {Q} is in I8, expected one of F32, F16, BF16"):
-    check(folder)
-
-
-def test_a_wrong_shape(tmp_path):
-  folder = make_folder(tmp_path / "hf")
-  tensors = random_tensors(fields_of("llama"))
-  tensors[Q] = tensors[Q].reshape(-1, 16)
-  write_tensors(folder / "model.safetensors", tensors)
-  with pytest.raises(
-    ValueError, match=rf"tensor {Q} is \[64, 16\], and config.json says \[32, 32\]"
+  for content, words in (
+    (len(text).to_bytes(8, "little") + text + data[8 + length :], f"tensor {Q} is in I8, expected"),
+    (data[:-10], r"is truncated: tensor .* ends at byte"),
+    (data[:100], "is truncated or is no safetensors file"),
+    (b"", "is truncated or is no safetensors file"),
+    (data.replace(b'{"', b'["', 1), "has a header that cannot be read"),
   ):
-    check(folder)
+    path.write_bytes(content)
+    refuses(folder, words)
+  path.rename(folder / "pytorch_model.bin")
+  refuses(folder, r"pytorch_model.bin: pickles can run any program")
 
 
-def test_a_truncated_file(tmp_path):
-  folder = make_folder(tmp_path / "hf")
-  path = folder / "model.safetensors"
-  data = path.read_bytes()
-  path.write_bytes(data[:-10])
-  with pytest.raises(ValueError, match=r"is truncated: tensor .* ends at byte"):
-    check(folder)
-  path.write_bytes(data[:100])
-  with pytest.raises(ValueError, match="is truncated or is no safetensors file"):
-    check(folder)
-  path.write_bytes(b"")
-  with pytest.raises(ValueError, match="is truncated or is no safetensors file"):
-    check(folder)
+def test_several_files(tmp_path):
+  folder = make_folder(tmp_path / "hf", shards=2)
+  assert check(folder)
+  index = folder / "model.safetensors.index.json"
+  right = index.read_text()
+  index.write_text(right.replace("q_proj", "z_proj"))
+  refuses(folder, r"does not hold tensor .*z_proj")
+  index.write_text(right)
+  (folder / "model-00002-of-00002.safetensors").unlink()
+  refuses(folder, r"misses model-00002-of-00002.safetensors, which")
 
 
-def test_a_header_that_is_no_json(tmp_path):
-  folder = make_folder(tmp_path / "hf")
-  path = folder / "model.safetensors"
-  path.write_bytes(path.read_bytes().replace(b'{"', b'["', 1))
-  with pytest.raises(ValueError, match="has a header that cannot be read"):
-    check(folder)
-
-
-def test_pickles_are_refused(tmp_path):
-  folder = make_folder(tmp_path / "hf")
-  (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-  with pytest.raises(ValueError, match=r"pytorch_model.bin: pickles can run any program"):
-    check(folder)
-
-
-def test_an_unknown_architecture(tmp_path):
-  folder = make_folder(tmp_path / "hf")
-  (folder / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
-  with pytest.raises(ValueError, match="model_type is 'gpt2', and the families here are llama"):
-    check(folder)
-
-
-def test_a_field_that_is_missing(tmp_path):
-  folder = make_folder(tmp_path / "hf")
+def test_a_config_that_is_wrong(folder, tmp_path):
   fields = fields_of("llama")
   del fields["hidden_size"]
-  (folder / "config.json").write_text(json.dumps(fields))
-  with pytest.raises(ValueError, match="hidden_size is missing"):
-    check(folder)
-
-
-def test_no_folder(tmp_path):
-  with pytest.raises(ValueError, match=r"config.json cannot be read"):
-    check(tmp_path)
+  for content, words in (
+    ({"model_type": "gpt2"}, "model_type is 'gpt2', and the families here are llama"),
+    (fields, "hidden_size is missing"),
+  ):
+    (folder / "config.json").write_text(json.dumps(content))
+    refuses(folder, words)
+  refuses(tmp_path, r"config.json cannot be read")
   assert not is_model_folder(tmp_path)
-
-
-def test_an_index_that_lies(tmp_path):
-  folder = make_folder(tmp_path / "hf", shards=2)
-  path = folder / "model.safetensors.index.json"
-  path.write_text(path.read_text().replace("q_proj", "z_proj"))
-  with pytest.raises(ValueError, match=r"does not hold tensor .*z_proj"):
-    check(folder)
 
 
 def test_a_tokenizer_that_has_more_tokens(tmp_path):

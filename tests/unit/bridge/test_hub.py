@@ -18,9 +18,11 @@ from in_process import printed_by
 from ats_jax.bridge import hub
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+# `time.sleep`: how long a download waits before it asks again.
 ASK = """
-import sys
+import sys, time
 from ats_jax.bridge import hub
+time.sleep = lambda secs: None
 for name in sys.argv[1:]:
   try:
     print(hub.local_folder(name))
@@ -122,20 +124,26 @@ def ask(endpoint, home, *names):
 
 
 @pytest.mark.thorough
-def test_the_files_of_a_name_come_once(tmp_path):
+def test_the_files_of_a_name_come_once_and_others_are_refused(tmp_path):
   origin = make_folder(tmp_path / "origin", shards=2)
   (origin / "pytorch_model.bin").write_bytes(b"a pickle")
   (origin / "consolidated.safetensors").write_bytes(b"the same weights in another form")
   (origin / "generation_config.json").write_text("{}")
+  names = ("some/model", "some/model", "some/model@v9", "some/modle", "gated/model", "a..b/--c")
   with served(origin) as (server, endpoint):
-    folder, again = ask(endpoint, tmp_path / "home", *["hf://some/model"] * 2)
-    assert folder.endswith(COMMIT) and again == folder
-    came = {p.name: p.read_bytes() for p in Path(folder).iterdir()}
-    expected = {p.name: p.read_bytes() for p in origin.iterdir()}
-    del expected["pytorch_model.bin"], expected["consolidated.safetensors"]
-    assert came == expected
-    fetched = [p for how, p in server.asked if how == "GET" and p.endswith(".safetensors")]
-    assert len(fetched) == len(set(fetched)) == 2
+    found = ask(endpoint, tmp_path / "home", *(f"hf://{name}" for name in names))
+    folder, again, no_commit, no_model, gated, no_name = found
+  assert folder.endswith(COMMIT) and again == folder
+  came = {p.name: p.read_bytes() for p in Path(folder).iterdir()}
+  expected = {p.name: p.read_bytes() for p in origin.iterdir()}
+  del expected["pytorch_model.bin"], expected["consolidated.safetensors"]
+  assert came == expected
+  fetched = [p for how, p in server.asked if how == "GET" and p.endswith(".safetensors")]
+  assert len(fetched) == len(set(fetched)) == 2
+  assert "the model has no branch, tag or commit v9" in no_commit
+  assert "the Hub has no such model" in no_model
+  assert "given to those who accept its terms" in gated
+  assert no_name.startswith("ValueError hf://a..b/--c is no name on the Hub")
   # There is no server any more.
   names = ("hf://some/model", f"hf://some/model@{COMMIT}", "hf://some/other")
   *found, lost = ask(endpoint, tmp_path / "home", *names)
@@ -152,23 +160,11 @@ def test_a_connection_that_breaks_is_taken_up_or_said(tmp_path):
     assert broken.startswith("OSError hf://some/model: the Hub does not answer"), broken
     server.breaks = 0
     (folder,) = ask(endpoint, tmp_path / "home", "hf://some/model")
-  got = Path(folder, "model.safetensors").read_bytes()
-  assert got == (origin / "model.safetensors").read_bytes()
-
-
-@pytest.mark.thorough
-def test_names_that_the_hub_does_not_give(tmp_path):
-  origin = make_folder(tmp_path / "origin")
-  (origin / "model.safetensors").rename(origin / "pytorch_model.bin")
-  with served(origin) as (_, endpoint):
-    names = ("some/model", "some/model@v9", "some/modle", "gated/model", "a..b/--c")
-    asked = [f"hf://{name}" for name in names]
-    no_weights, no_commit, no_model, gated, no_name = ask(endpoint, tmp_path / "home", *asked)
+    got = Path(folder, "model.safetensors").read_bytes()
+    assert got == (origin / "model.safetensors").read_bytes()
+    (origin / "model.safetensors").rename(origin / "pytorch_model.bin")
+    (no_weights,) = ask(endpoint, tmp_path / "other", "hf://some/model")
   assert no_weights.startswith("ValueError hf://some/model has neither model.")
-  assert "the model has no branch, tag or commit v9" in no_commit
-  assert "the Hub has no such model" in no_model
-  assert "given to those who accept its terms" in gated
-  assert no_name.startswith("ValueError hf://a..b/--c is no name on the Hub")
 
 
 def test_other_words_are_folders():

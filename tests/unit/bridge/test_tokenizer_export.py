@@ -53,7 +53,7 @@ def words(request, tmp_path):
   return build_tokenizer(DataConfig(tokenizer=name, bpe_vocab_size=320), lambda: TEXT)
 
 
-@pytest.mark.parametrize("template", [None, "chatml", "llama3"])
+@pytest.mark.parametrize("template", [None, "llama3"])
 def test_ids_names_and_bos(words, template):
   words = with_template(words, Chat(template=template)) if template else words
   files = files_of(words)
@@ -74,21 +74,17 @@ def test_ids_names_and_bos(words, template):
 
 
 def test_what_was_exported_is_the_same_tokenizer(words, tmp_path):
-  folder = tmp_path / "out"
-  folder.mkdir()
+  source = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+  (tmp_path / "t.jinja").write_text(source)
+  words = with_template(words, Chat(template=str(tmp_path / "t.jinja")))
+  (tmp_path / "out").mkdir()
   for name, content in files_of(words).items():
-    (folder / name).write_bytes(content)
-  again = build_tokenizer(DataConfig(tokenizer=str(folder / "tokenizer.json")), lambda: [])
+    (tmp_path / "out" / name).write_bytes(content)
+  assert (tmp_path / "out/chat_template.jinja").read_text() == source
+  again = build_tokenizer(DataConfig(tokenizer=f"{tmp_path}/out/tokenizer.json"), lambda: [])
   assert again.encode(SAID) == words.encode(SAID) and again.vocab_size == words.vocab_size
   for role in ("bos_id", "eos_id", "pad_id"):
     assert getattr(again, role) == getattr(words, role)
-
-
-def test_an_own_template_is_written(words, tmp_path):
-  source = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
-  (tmp_path / "t.jinja").write_text(source)
-  chat = with_template(words, Chat(template=str(tmp_path / "t.jinja")))
-  assert files_of(chat)["chat_template.jinja"].decode() == source
 
 
 def test_an_export_has_them(tmp_path):
@@ -113,7 +109,6 @@ def test_a_folder_whose_tokenizer_is_a_model(tmp_path):
 @pytest.mark.parametrize(
   "rules",
   [
-    dict(normalization_rule_name="identity", remove_extra_whitespaces=False),
     dict(normalization_rule_name="nmt_nfkc", remove_extra_whitespaces=True),
     dict(normalization_rule_name="identity", add_dummy_prefix=False),
   ],
@@ -127,7 +122,7 @@ def test_a_bpe_of_sentencepiece(tmp_path, rules):
 
   @given(st.text(max_size=60) | st.text(" \n\tab漢é", max_size=30))
   @example(SAID)
-  @settings(max_examples=200, deadline=None)
+  @settings(max_examples=60, deadline=None)
   def same(text):
     ids = words.encode(text)
     assert inner.encode(text, add_special_tokens=False).ids == ids
