@@ -34,7 +34,7 @@ def git(directory, *args):
   return result.stdout.decode().strip()
 
 
-def test_commit_and_dirt_of_a_checkout(tmp_path):
+def test_commit_and_dirt_of_a_checkout(tmp_path, monkeypatch):
   file = tmp_path / "a.py"
   file.write_text("1")
   assert module._git(file) is None  # no repository
@@ -49,8 +49,5 @@ def test_commit_and_dirt_of_a_checkout(tmp_path):
   assert module._git(file) == {"commit": commit, "dirty": False}
   file.write_text("2")
   assert module._git(file) == {"commit": commit, "dirty": True}
-
-
-def test_no_git_is_no_error(tmp_path, monkeypatch):
-  monkeypatch.setenv("PATH", str(tmp_path))
+  monkeypatch.setenv("PATH", str(tmp_path))  # no git is no error
   assert environment()["git"] is None

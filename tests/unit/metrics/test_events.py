@@ -5,13 +5,13 @@ And the page of metrics, which names all of it and nothing else.
 
 import json
 import math
-import os
 import re
 import textwrap
 from pathlib import Path
 
+import canonical
 import pytest
-from helpers import tiny_config
+from helpers import CACHED, tiny_config
 from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
 from test_writer import read_events, scalars_of
 
@@ -22,8 +22,6 @@ from ats_jax.metrics.memory import _DEVICE_STATS
 from ats_jax.metrics.rows import read_jsonl
 from ats_jax.train.loop import train
 
-# As a run's settings say it, so that the programs of former sessions are found.
-CACHED = {"compilation_cache": os.environ["JAX_COMPILATION_CACHE_DIR"]}
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "metrics.md"
 FIELDS = {"step", "wall_time", "sample"}
 # A device's alone: `Throughput` and `memory_metrics` are tested to write them.
@@ -37,14 +35,12 @@ def sparse_run(folder, changes=()):
   (folder / "text.txt").write_text(TEXT)
   (folder / "other.txt").write_text(TEXT[::-1])
   cfg = tiny_config(
-    {
-      **CACHED,
+    CACHED
+    | canonical.KINDS["hybrid"]
+    | {
       "num_steps": 4,
       "model.vocab_size": 384,
-      "moe.num_experts": 4,
-      "moe.top_k": 2,
       "moe.dispatch": "capacity",
-      "mod.routing": "learned",
       "data.paths": (str(folder / "text.txt"),),
       "data.validation_paths": (str(folder / "other.txt"),),
       "data.cache_dir": str(folder / "cache"),
@@ -62,28 +58,35 @@ def sparse_run(folder, changes=()):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-  """The workdir of a sparse run."""
+  """The workdir of a sparse run in 8 bits under an orchestrator."""
   folder = tmp_path_factory.mktemp("sparse")
-  sets = {
-    "data.validation_paths": (f"{folder}/other.txt",),
-    "data.validation_sets": {"code": (f"{folder}/text.txt",)},
-  }
-  changes = {"orchestrator.mode": "observe", "orchestrator.check_interval": 2}
-  return sparse_run(folder, changes | sets)
+  return sparse_run(
+    folder,
+    {
+      "data.validation_sets": {"code": (f"{folder}/text.txt",)},
+      "orchestrator.mode": "observe",
+      "orchestrator.check_interval": 2,
+      "precision.fp8": True,
+      "precision.fp8_keep_first": 0,
+      "precision.fp8_keep_last": 0,
+    },
+  )
 
 
-def texts_of(events):
+def values_of(run, plugin=""):
+  """(step, tag) -> a value of TensorBoard's, of one plugin."""
   return {
-    (event.step, value.tag): value.tensor.string_val[0].decode()
-    for event in events
+    (event.step, value.tag): value
+    for event in read_events(run)
     for value in event.summary.value
-    if value.metadata.plugin_data.plugin_name == "text"
+    if value.metadata.plugin_data.plugin_name == plugin
   }
 
 
 @pytest.mark.thorough
 def test_the_sample_and_the_settings_are_texts(run):
-  texts = texts_of(read_events(run))
+  found = values_of(run, "text")
+  texts = {key: value.tensor.string_val[0].decode() for key, value in found.items()}
   assert texts.keys() == {(4, "sample/text_summary"), (0, "config/text_summary")}
   sample = textwrap.dedent(texts[4, "sample/text_summary"])
   assert sample + "\n" == (run / "samples" / "4.txt").read_text()
@@ -91,24 +94,13 @@ def test_the_sample_and_the_settings_are_texts(run):
   assert "    moe.num_experts = 4" in lines and "    data.tokenizer = 'bytes'" in lines
   rows = [row for row in read_jsonl(run / "metrics.jsonl") if "sample" in row]
   assert [(row["step"], row["sample"]) for row in rows] == [(4, sample)]
-
-
-@pytest.mark.thorough
-def test_each_line_of_a_text_is_code(run):
-  """TensorBoard takes a text for Markdown, in which a sample's line breaks would be lost."""
-  for text in texts_of(read_events(run)).values():
-    assert all(line.startswith("    ") for line in text.split("\n"))
+  # TensorBoard takes a text for Markdown, in which a sample's line breaks would be lost: it is code.
+  assert all(line.startswith("    ") for text in texts.values() for line in text.split("\n"))
 
 
 @pytest.mark.thorough
 def test_the_load_of_experts_is_a_histogram_a_layer(run):
-  events = read_events(run)
-  found = {
-    (event.step, value.tag): value.histo
-    for event in events
-    for value in event.summary.value
-    if value.HasField("histo")
-  }
+  found = {key: value.histo for key, value in values_of(run).items() if value.HasField("histo")}
   layers = [json.loads(line) for line in (run / "layers.jsonl").read_text().splitlines()]
   assert [row["step"] for row in layers] == [2, 4]
   for row in layers:
@@ -120,19 +112,12 @@ def test_the_load_of_experts_is_a_histogram_a_layer(run):
   assert per_layer >= {"moe/layer_entropy", "mod/layer_routed"} and "mod/depths" not in per_layer
 
 
-def hparams_of(events):
-  """The plugin's messages, by tag."""
-  return {
-    value.tag: HParamsPluginData.FromString(value.metadata.plugin_data.content)
-    for event in events
-    for value in event.summary.value
-    if value.metadata.plugin_data.plugin_name == "hparams"
-  }
-
-
 @pytest.mark.thorough
 def test_the_settings_are_hyper_parameters(run):
-  found = hparams_of(read_events(run))
+  found = {
+    tag: HParamsPluginData.FromString(value.metadata.plugin_data.content)
+    for (_, tag), value in values_of(run, "hparams").items()
+  }
   written = found["_hparams_/session_start_info"].session_start_info.hparams
   cfg = workdir.load_config(run)
   assert written.keys() == flatten(cfg).keys()
@@ -140,17 +125,6 @@ def test_the_settings_are_hyper_parameters(run):
   metrics = {m.name.tag for m in found["_hparams_/experiment"].experiment.metric_infos}
   assert metrics >= {"eval/loss", "train/loss"}
   assert found["_hparams_/session_end_info"].session_end_info.status  # the run has ended
-
-
-@pytest.mark.thorough
-def test_what_sparse_layers_are_worth_is_written(run):
-  rows = [row for row in read_jsonl(run / "metrics.jsonl") if "train/loss" in row]
-  for row in rows:
-    assert 0.0 < row["mod/flops_saved"] < 1.0
-    assert 0.0 < row["moe/efficiency"] <= 1.0
-  written = scalars_of(read_events(run))
-  assert written[4, "mod/flops_saved"] == pytest.approx(rows[-1]["mod/flops_saved"])
-  assert written[4, "train/tflops_per_device"] > 0
 
 
 def on_the_page():
@@ -164,36 +138,22 @@ def on_the_page():
   return found
 
 
-@pytest.fixture(scope="module")
-def written(run, tmp_path_factory):
-  """Names that a sparse run under an orchestrator wrote, and one in 8 bits."""
-  folder = tmp_path_factory.mktemp("page")
-  (folder / "text.txt").write_text(TEXT)
-  (folder / "other.txt").write_text(TEXT[::-1])
-  eight = {
-    **CACHED,
-    "num_steps": 2,
-    "model.num_layers": 3,
-    "model.vocab_size": 384,
-    "precision.fp8": True,
-    "data.paths": (f"{folder}/text.txt",),
-    "data.validation_paths": (f"{folder}/other.txt",),  # of which `eval/fp8_gap` is
-    "data.cache_dir": f"{folder}/cache",
-    "log.progress": False,
-    "log.writers": ("jsonl",),
-    "sample.max_tokens": 0,
-  }
-  train(tiny_config(eight), folder / "eight")
-  rows = [row for of in (run, folder / "eight") for row in read_jsonl(of / "metrics.jsonl")]
-  return {name for row in rows for name in row}
-
-
 @pytest.mark.thorough
-def test_every_metric_that_is_written_is_on_the_page(written):
+def test_every_metric_that_is_written_is_on_the_page(run):
+  rows = read_jsonl(run / "metrics.jsonl")
+  written = {name for row in rows for name in row}
   named = {name.replace("eval/code/", "eval/") for name in written} - FIELDS
   assert any(name.startswith("eval/code/") for name in written)
   assert named - on_the_page().keys() == set()
   assert on_the_page().keys() - written == NOT_ON_A_CPU | NOT_ALONE
+  # What sparse layers are worth.
+  rows = [row for row in rows if "train/loss" in row]
+  for row in rows:
+    assert 0.0 < row["mod/flops_saved"] < 1.0
+    assert 0.0 < row["moe/efficiency"] <= 1.0
+  events = scalars_of(read_events(run))
+  assert events[4, "mod/flops_saved"] == pytest.approx(rows[-1]["mod/flops_saved"])
+  assert events[4, "train/tflops_per_device"] > 0
 
 
 def test_the_page_says_when_each_is_written():
@@ -254,7 +214,7 @@ def test_a_run_through_clus_own_writer_feeds_the_orchestrator(tmp_path):
 
   changes = {
     "log.writers": ("clu",),
-    "num_steps": 24,
+    "num_steps": 8,
     "orchestrator.mode": "act",
     "orchestrator.check_interval": 2,
     "mod.routing": "none",
@@ -263,9 +223,9 @@ def test_a_run_through_clus_own_writer_feeds_the_orchestrator(tmp_path):
   assert not (run / "metrics.jsonl").exists()
   events = EventAccumulator(str(run), {"tensors": 0}).Reload()
   steps = lambda tag: [event.step for event in events.Tensors(tag)]
-  assert steps("train/loss") == list(range(2, 25, 2))
+  assert steps("train/loss") == list(range(2, 9, 2))
   assert "reflex/z_loss" in events.Tags()["tensors"]
   # The supervisor looked at them, and its own went through the same writer.
   looks = [json.loads(line) for line in (run / "decisions.jsonl").read_text().splitlines()]
   assert looks and steps("orchestrator/probe_loss")
-  assert steps("sample") == [24] and "config" not in events.Tags()["tensors"]
+  assert steps("sample") == [8] and "config" not in events.Tags()["tensors"]

@@ -48,8 +48,7 @@ def test_everything_arrives_in_order_from_another_thread():
   writer = Guarded("service", service)
   write(writer, range(50))
   writer.close()
-  assert service.steps == [(step, "writer service") for step in range(50)]
-  assert service.closed
+  assert service.steps == [(step, "writer service") for step in range(50)] and service.closed
 
 
 def test_one_that_fails_is_given_up_once_and_the_others_go_on(tmp_path, monkeypatch, caplog):

@@ -13,17 +13,9 @@ from commands import REPOSITORY, forked, train_flags
 from ats_jax.config.schema import LogConfig
 from ats_jax.metrics import logfile
 
-FEW = ("num_steps=3", "data.tokenizer=bytes", "sample.max_tokens=0", "checkpoint.every_steps=2")
 SMALL = ("model.num_layers=1", "model.d_model=32", "model.num_heads=2", "model.num_kv_heads=1")
 SHORT = ("data.seq_len=32", "data.batch_size=2", "optimizer.warmup_steps=0", "eval.every_steps=0")
-
-
-@pytest.fixture
-def text(tmp_path):
-  """Settings of a run of seconds."""
-  (tmp_path / "text.txt").write_text("the cat sat on the mat. " * 50)
-  own = f"data.paths={tmp_path}/text.txt", f"data.cache_dir={tmp_path}/cache"
-  return (*FEW, *SMALL, *SHORT, *own, "data.validation_fraction=0", "orchestrator.mode=off")
+SHORT += ("data.tokenizer=bytes", "sample.max_tokens=0", "checkpoint.every_steps=2")
 
 
 def trained(workdir, *settings):
@@ -34,26 +26,23 @@ def trained(workdir, *settings):
 
 
 @pytest.mark.thorough
-def test_a_run_keeps_its_log_and_appends_when_it_goes_on(tmp_path, text):
-  shown = trained(tmp_path / "run", *text)
-  kept = (tmp_path / "run" / "log.txt").read_text()
-  for words in ("parameters:", "peak of a device: none is known of 'cpu'", "speed on"):
-    assert words in kept and words in shown
-  line = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d INFO    mesh: stage=1, data=")
-  assert len([x for x in kept.splitlines() if line.match(x)]) == 1
-  more = [x for x in text if not x.startswith("num_steps")]
-  trained(tmp_path / "run", *more, "num_steps=4", "log.level=debug")
-  again = (tmp_path / "run" / "log.txt").read_text()
-  assert again.startswith(kept) and "from step 3 of 4" in again[len(kept) :]
-  assert "Finished save" in again  # a line of Orbax's
-
-
-@pytest.mark.thorough
-def test_the_level_is_of_the_screen_and_the_file(tmp_path, text):
-  shown = trained(tmp_path / "run", *text, "log.level=warning", "log.writers=jsonl")
+def test_a_run_keeps_its_log_and_appends_when_it_goes_on(tmp_path):
+  (tmp_path / "text.txt").write_text("the cat sat on the mat. " * 50)
+  own = f"data.paths={tmp_path}/text.txt", f"data.cache_dir={tmp_path}/cache"
+  settings = (*SMALL, *SHORT, *own, "data.validation_fraction=0", "orchestrator.mode=off")
+  run, log = tmp_path / "run", tmp_path / "run" / "log.txt"
+  shown = trained(run, *settings, "num_steps=3", "log.level=warning", "log.writers=jsonl")
+  kept = log.read_text()
   assert "parameters:" not in shown and "orbax" not in shown
-  lines = (tmp_path / "run" / "log.txt").read_text().splitlines()
-  assert all(" WARNING " in line for line in lines), lines
+  assert all(" WARNING " in line for line in kept.splitlines()), kept
+  shown = trained(run, *settings, "num_steps=4", "log.level=debug")
+  assert log.read_text().startswith(kept)
+  added = log.read_text()[len(kept) :]
+  for words in ("parameters:", "peak of a device: none is known of 'cpu'", "from step 3 of 4"):
+    assert words in added and words in shown
+  assert "Finished save" in added  # a line of Orbax's
+  line = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d INFO    mesh: stage=1, data=")
+  assert len([x for x in added.splitlines() if line.match(x)]) == 1
 
 
 def test_the_error_that_ends_a_run_is_the_last_line(tmp_path):

@@ -21,7 +21,7 @@ def test_resident_memory_of_this_process_grows_with_it():
 
 
 class Device:
-  def __init__(self, stats):
+  def __init__(self, **stats):
     self._stats = stats
 
   def memory_stats(self):
@@ -31,8 +31,8 @@ class Device:
 def test_the_fullest_device_counts_in_gib():
   gib = 2**30
   devices = [
-    Device({"bytes_in_use": 2 * gib, "peak_bytes_in_use": 9 * gib, "bytes_limit": 80 * gib}),
-    Device({"bytes_in_use": 3 * gib, "peak_bytes_in_use": 8 * gib}),
+    Device(bytes_in_use=2 * gib, peak_bytes_in_use=9 * gib, bytes_limit=80 * gib),
+    Device(bytes_in_use=3 * gib, peak_bytes_in_use=8 * gib),
   ]
   metrics = memory_metrics(devices)
   assert metrics.pop("memory/host_rss_gib") > 0

@@ -99,16 +99,13 @@ def test_the_bar_shows_the_state_and_stays_at_the_end(terminal):
   assert rest == ""
 
 
-@pytest.mark.parametrize("columns", [12, 30, 60, 80, 300])
+@pytest.mark.parametrize("columns", [12, 30, 80])
 def test_a_line_never_wraps(terminal, monkeypatch, columns):
   monkeypatch.setenv("COLUMNS", str(columns))
-  clock = Clock()
-  with ProgressBar(400, stream=terminal.stream, clock=clock) as progress:
-    for step in (1, 200):
-      clock.now = float(step)
-      progress.update(step, METRICS)
-      (line,) = terminal.screen()
-      assert f"{step}/400" in line and len(line) <= columns
+  with ProgressBar(400, stream=terminal.stream, clock=Clock()) as progress:
+    progress.update(200, METRICS)
+    (line,) = terminal.screen()
+    assert "200/400" in line and len(line) <= columns
 
 
 def test_other_output_stays_whole_above_the_bar(terminal, monkeypatch):
@@ -147,19 +144,12 @@ def absl_handler_record(text):
   )
 
 
-def test_what_goes_to_a_file_stays_out_of_the_terminal(terminal, monkeypatch):
-  file = io.StringIO()
-  monkeypatch.setattr(sys, "stdout", file)
-  with ProgressBar(9, stream=terminal.stream) as progress:
-    progress.update(1)
-    print("a result")
-  assert file.getvalue() == "a result\n" and "result" not in terminal.raw()
-
-
 def test_an_exception_leaves_the_last_state_and_a_clean_terminal(terminal, monkeypatch):
   monkeypatch.setattr(sys, "stdout", terminal.stream)
   with pytest.raises(KeyError), ProgressBar(9, stream=terminal.stream) as progress:
     progress.update(3)
+    hidden, shown = terminal.raw().rfind("\x1b[?25l"), terminal.raw().rfind("\x1b[?25h")
+    assert hidden < shown  # who kills the process would otherwise have no cursor
     print("no newline", end="")
     raise KeyError
   lines = terminal.screen()
@@ -167,21 +157,14 @@ def test_an_exception_leaves_the_last_state_and_a_clean_terminal(terminal, monke
   assert sys.stdout is terminal.stream
 
 
-def test_the_cursor_is_visible_while_the_bar_is_drawn(terminal):
-  with ProgressBar(9, stream=terminal.stream) as progress:
-    progress.update(3)
-    hidden, shown = terminal.raw().rfind("\x1b[?25l"), terminal.raw().rfind("\x1b[?25h")
-    assert hidden < shown  # who kills the process would otherwise have none
-
-
 def test_drawing_is_rate_limited(terminal):
   clock = Clock()
-  with ProgressBar(10_000, stream=terminal.stream, redraw_secs=0.1, clock=clock) as progress:
-    for step in range(1, 10_001):
+  with ProgressBar(1000, stream=terminal.stream, redraw_secs=0.1, clock=clock) as progress:
+    for step in range(1, 1001):
       clock.now = step / 1000
       progress.update(step)
       terminal.raw()  # a full pseudo-terminal blocks the writer
-  assert 90 <= terminal.raw().count("/10000") <= 110
+  assert 9 <= terminal.raw().count("/1000") <= 12
 
 
 def test_without_a_terminal_nothing_of_it_is_imported():
@@ -214,33 +197,32 @@ def test_a_file_gets_plain_lines_now_and_then():
   ]
 
 
-def test_a_disabled_bar_shows_nothing(terminal):
+def test_output_that_is_no_terminal(terminal, monkeypatch):
+  file = io.StringIO()
   with ProgressBar(9, enabled=False, stream=terminal.stream) as progress:
     progress.update(1, METRICS)
-  assert terminal.raw() == ""
-
-
-def test_a_dumb_terminal_gets_plain_lines(terminal, monkeypatch):
+  with monkeypatch.context() as patched:
+    patched.setattr(sys, "stdout", file)
+    with ProgressBar(9, stream=terminal.stream) as progress:
+      progress.update(1)
+      print("a result")
+  assert file.getvalue() == "a result\n" and "result" not in terminal.raw()
+  before = len(terminal.raw())
   monkeypatch.setenv("TERM", "dumb")
   with ProgressBar(9, stream=terminal.stream) as progress:
     progress.update(1)
-  assert "\x1b" not in terminal.raw() and "\r" not in terminal.raw()
+  assert terminal.raw()[before:].splitlines()[0].startswith("step 1/9")
+  assert "\x1b" not in terminal.raw()[before:]
 
 
-@pytest.mark.parametrize(
-  ("secs", "text"),
-  [(0, "0s"), (59.6, "1m00s"), (192, "3m12s"), (3600 * 5 + 425, "5h07m"), (183_600, "2d03h")],
-)
-def test_durations(secs, text):
-  assert duration(secs) == text
+def test_durations():
+  shown = {0: "0s", 59.6: "1m00s", 192: "3m12s", 3600 * 5 + 425: "5h07m", 183_600: "2d03h"}
+  assert {secs: duration(secs) for secs in shown} == shown
 
 
-@pytest.mark.parametrize(
-  ("speed", "shown"), [(12.4, "12"), (1839.2, "1,839"), (123_456, "123.5k"), (2.5e7, "25M")]
-)
-def test_a_rate_has_four_digits_at_most(speed, shown):
-  with io.StringIO() as stream:
+def test_a_rate_has_four_digits_at_most():
+  for speed, shown in ((12.4, "12"), (1839.2, "1,839"), (123_456, "123.5k"), (2.5e7, "25M")):
+    stream = io.StringIO()
     with ProgressBar(10, stream=stream) as progress:
-      progress.update(1)
       progress.update(10, {"train/tokens_per_sec": speed})
     assert f" {shown} tok/s" in stream.getvalue()

@@ -34,20 +34,13 @@ def push(log, step, loss):
 
 def test_a_row_is_written_when_the_next_one_comes(log, path):
   for step in (1, 2, 3):
-    push(log, step, 1.0)
+    push(log, step, 0.5)
   assert read_jsonl(path) == []
-  push(log, 4, 1.0)
+  push(log, 4, 0.5)
   assert [row["step"] for row in read_jsonl(path)] == [2]
   with log.pause(4, "eval"):
-    assert [row["step"] for row in read_jsonl(path)] == [2, 4]
-
-
-def test_rows_hold_the_vector_and_the_speed(log, path):
-  for step in (1, 2, 3, 4):
-    push(log, step, 0.5)
-  with log.pause(4, "eval"):
-    pass
-  first, second = read_jsonl(path)
+    first, second = read_jsonl(path)
+  assert (first["step"], second["step"]) == (2, 4)
   assert (first["train/loss"], first["train/other"]) == (0.5, 2.0)
   assert first["train/perplexity"] == pytest.approx(1.6487212707)
   assert second["train/tokens_per_sec"] == 8 * second["train/steps_per_sec"] > 0

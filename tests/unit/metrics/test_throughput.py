@@ -1,58 +1,40 @@
 import pytest
 
 from ats_jax.metrics.peaks import PEAKS, describe_peak, peak_flops
-from ats_jax.metrics.throughput import Throughput, mfu
+from ats_jax.metrics.throughput import Throughput
 
 
-@pytest.mark.parametrize(
-  ("kind", "bf16"),
-  [
-    ("NVIDIA H100 80GB HBM3", 989e12),
-    ("NVIDIA H100 PCIe", 756.5e12),
-    ("NVIDIA H200", 989e12),
-    ("NVIDIA B200", 2250e12),
-    ("NVIDIA A100-SXM4-40GB", 312e12),
-    ("NVIDIA A100 80GB PCIe", 312e12),
-    ("NVIDIA L4", 121e12),
-    ("NVIDIA L40S", 362e12),
-    ("NVIDIA A100-SXM4-80GB", 312e12),
-    ("NVIDIA A10", 125e12),
-    ("NVIDIA A10G", 70e12),
-    ("NVIDIA L40", 181e12),
-    ("NVIDIA H100 NVL", 835.5e12),
-    ("NVIDIA H200 NVL", 835.5e12),
-    ("NVIDIA GH200 480GB", 989e12),
-    ("NVIDIA GB200", 2500e12),
-    ("NVIDIA GeForce RTX 3090", 71e12),
-    ("NVIDIA GeForce RTX 4090", 165.2e12),
-    ("NVIDIA GeForce RTX 5090", 209.5e12),
-    ("NVIDIA RTX 6000 Ada Generation", 364.2e12),
-    ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 503.8e12),
-    ("TPU v4", 275e12),
-    ("TPU v5 lite", 197e12),
-    ("TPU v5e", 197e12),
-    ("TPU v5", 459e12),
-    ("TPU v5p", 459e12),
-    ("TPU v6 lite", 918e12),
-    # Nothing is guessed from a similar name.
-    ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
-    ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
-    ("NVIDIA GeForce RTX 4090 D", None),
-    ("NVIDIA GeForce RTX 3090 Ti", None),
-    ("NVIDIA GeForce RTX 5090 D", None),
-    ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", None),
-    ("NVIDIA RTX PRO 6000 Blackwell Server Edition", None),
-    ("NVIDIA H20", None),
-    ("Tesla V100-SXM2-16GB", None),  # no bfloat16
-    ("Tesla T4", None),
-    ("TPU v3", None),
-    ("TPU v4 lite", None),
-    ("cpu", None),
-    ("", None),
-  ],
-)
-def test_bf16_peaks(kind, bf16):
-  assert peak_flops(kind) == pytest.approx(bf16)
+def test_bf16_peaks():
+  peaks = {
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H100 PCIe": 756.5e12,
+    "NVIDIA H100 NVL": 835.5e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA H200 NVL": 835.5e12,
+    "NVIDIA GH200 480GB": 989e12,
+    "NVIDIA B200": 2250e12,
+    "NVIDIA GB200": 2500e12,
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100 80GB PCIe": 312e12,
+    "NVIDIA L4": 121e12,
+    "NVIDIA L40": 181e12,
+    "NVIDIA L40S": 362e12,
+    "NVIDIA A10": 125e12,
+    "NVIDIA A10G": 70e12,
+    "NVIDIA GeForce RTX 4090": 165.2e12,
+    "NVIDIA RTX PRO 6000 Blackwell Workstation Edition": 503.8e12,
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5": 459e12,
+    "TPU v5p": 459e12,
+    "TPU v6 lite": 918e12,
+  }
+  # Nothing is guessed from a similar name; a V100 and a T4 have no bfloat16.
+  unknown = ["NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA GeForce RTX 4090 Laptop GPU"]
+  unknown += ["NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", "NVIDIA H20"]
+  unknown += ["Tesla V100-SXM2-16GB", "Tesla T4", "TPU v3", "TPU v4 lite", "cpu", ""]
+  assert {kind: peak_flops(kind) for kind in peaks} == pytest.approx(peaks)
+  assert not [kind for kind in unknown if peak_flops(kind) is not None]
 
 
 def test_peaks_depend_on_the_dtype():
@@ -74,12 +56,6 @@ def test_rows_of_peaks_can_be():
     assert row.source and (row.bfloat16 == row.float16 or 0 in (row.bfloat16, row.float16))
     # FLOPs for each byte of memory traffic: no device has less than 50 or more than 1000.
     assert not row.bandwidth or 50 < max(row[1:3]) * 1e3 / row.bandwidth < 1000
-
-
-def test_mfu_of_a_known_run():
-  # 8 devices at 50 % of 1e15 FLOP/s, 4e10 FLOPs a token.
-  assert mfu(4e10, 1e5, 8, 1e15) == pytest.approx(0.5)
-  assert mfu(4e10, 1e5, 8, None) is None
 
 
 def meter(peak):
@@ -124,14 +100,9 @@ def test_start_leaves_out_what_came_before():
     "train/steps_per_sec": 2.0,
     "train/tflops_per_device": 2.0,  # without a peak too
   }
-
-
-def test_the_time_of_an_event_in_the_past_counts():
-  now, speed = meter(peak=None)
-  speed.start(10)
-  now[0] = 9.0  # the loop looks late, but step 14 was done at 2.0
-  assert speed.read(14, 2.0)["train/steps_per_sec"] == 2.0
-  assert speed.read(28, now=9.0)["train/steps_per_sec"] == 2.0
+  now[0] = 110.0  # the loop looks late, but step 14 was done at 103
+  assert speed.read(14, 103.0)["train/steps_per_sec"] == 2.0
+  assert speed.read(28, now=110.0)["train/steps_per_sec"] == 2.0
 
 
 def test_the_summary_is_of_all_intervals():

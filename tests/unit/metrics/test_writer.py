@@ -193,7 +193,7 @@ def check_rows(found, expected):
 
 
 @pytest.mark.parametrize(("cls", "read"), [(JsonlWriter, jsonl_rows), (CsvWriter, csv_rows)])
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(before=ROWS, last_step=st.integers(-1, 9), after=ROWS, torn=st.binary(max_size=5))
 @example(before=[], last_step=0, after=[], torn=b"\r")  # no newline, though Python reads it as one
 def test_rows_survive_a_resume_exactly(cls, read, before, last_step, after, torn):
@@ -270,45 +270,6 @@ def test_a_damaged_line_is_an_error_that_names_it(tmp_path):
     CsvWriter(path, last_step=5)
 
 
-def test_csv_columns_keep_their_order_and_old_rows_are_padded(tmp_path):
-  with contextlib.closing(CsvWriter(tmp_path / "m.csv")) as writer:
-    writer.write_scalars(1, {"b": 1.0})
-    writer.write_scalars(2, {"a": 2.0, "b": 3})
-  header, rows = read_csv(tmp_path / "m.csv")
-  assert header == ["step", "wall_time", "b", "a"]
-  assert [row[2:] for row in rows] == [["1.0", ""], ["3", "2.0"]]
-
-
-FULL_DISK = """
-import contextlib, resource, sys
-from pathlib import Path
-from ats_jax.verbs import cli
-from ats_jax.metrics.files import CsvWriter
-
-path = Path(sys.argv.pop())
-
-def main(argv):
-  with contextlib.closing(CsvWriter(path)) as writer:
-    for step in range(100):
-      writer.write_scalars(step, {"train/loss": 1.0})
-    limit = path.stat().st_size + 40  # a row fits, a column more does not
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-    writer.write_scalars(100, {"eval/loss": 1.0})
-
-cli.run(main)
-"""
-
-
-def test_a_disk_that_is_full_when_a_column_is_added_is_said(tmp_path):
-  path = tmp_path / "metrics.csv"
-  command = [sys.executable, "-c", FULL_DISK, str(path)]
-  result = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
-  assert "a file could not be written: [Errno 27] File too large. Free space" in result.stderr
-  assert result.returncode == 2
-  header, rows = read_csv(path)
-  assert header == ["step", "wall_time", "train/loss"] and len(rows) == 100
-
-
 def test_rows_go_on_in_the_old_columns_after_a_column_could_not_be_added(tmp_path):
   writer = CsvWriter(tmp_path / "m.csv")
   writer.write_scalars(1, {"a": 1.0})
@@ -327,23 +288,18 @@ def test_rows_go_on_in_the_old_columns_after_a_column_could_not_be_added(tmp_pat
 
 
 @pytest.mark.parametrize("cls", [JsonlWriter, CsvWriter, TensorboardWriter])
-@pytest.mark.parametrize(
-  ("scalars", "match"),
-  [
-    ({"x": np.ones(3)}, r"'x': expected one real number, got float64 of shape \(3,\)"),
-    ({"x": np.ones(1)}, r"of shape \(1,\)"),  # CLU takes no vector of one either
-    ({"x": "3"}, "'x': expected one real number"),
-    ({"x": 1j}, "'x': expected one real number, got complex128"),
-    ({"step": 3}, "'step'"),
-    ({"two\nlines": 3}, "printable"),
-  ],
-)
-def test_bad_scalars_are_named(cls, scalars, match, tmp_path):
-  path = tmp_path if cls is TensorboardWriter else tmp_path / "m"
-  writer = cls(path)
-  with pytest.raises(ValueError, match=match):
-    writer.write_scalars(1, scalars)
-  writer.close()
+def test_bad_scalars_are_named(cls, tmp_path):
+  with contextlib.closing(cls(tmp_path if cls is TensorboardWriter else tmp_path / "m")) as writer:
+    for scalars, words in (
+      ({"x": np.ones(3)}, r"'x': expected one real number, got float64 of shape \(3,\)"),
+      ({"x": np.ones(1)}, r"of shape \(1,\)"),  # CLU takes no vector of one either
+      ({"x": "3"}, "'x': expected one real number"),
+      ({"x": 1j}, "'x': expected one real number, got complex128"),
+      ({"step": 3}, "'step'"),
+      ({"two\nlines": 3}, "printable"),
+    ):
+      with pytest.raises(ValueError, match=words):
+        writer.write_scalars(1, scalars)
 
 
 # TensorBoard.
@@ -459,13 +415,10 @@ def test_a_killed_process_loses_no_row(tmp_path):
   assert len(scalars_of(read_events(tmp_path))) == 50
 
 
-def test_the_docs_name_what_depends_on_time():
+def test_time_keys():
   text = (Path(__file__).parents[3] / "docs" / "reference" / "metrics.md").read_text()
   paragraph = text[text.index("**Comparing two runs.**") :].split("\n\n")[0]
   assert not [pattern for pattern in TIME_KEYS if f"`{pattern}`" not in paragraph]
-
-
-def test_time_keys():
   timed = ["wall_time", "train/tokens_per_sec", "train/steps_per_sec", "train/mfu", "train/mfu_6n"]
   timed += ["train/tflops_per_device"]
   timed += ["goodput/step_secs", "goodput/step_share", "eval/wall_secs", "memory/host_rss_gib"]
