@@ -1,4 +1,4 @@
-"""The logits of every case are those of `transformers`, and with any row of the tables wrong not."""
+"""The logits of every case are those of `transformers`, but not with a row or a field wrong."""
 
 import dataclasses
 import json

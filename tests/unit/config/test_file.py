@@ -44,30 +44,21 @@ def test_a_file_that_fails_is_named_with_its_line(load):
   cases = [
     ("x = 1\nx = (", r"^a\.py:2: SyntaxError: '\(' was never closed"),
     (b"x = 'caf\xe9'\n", r"^a\.py:1: SyntaxError: .*'utf-8' codec can't decode byte 0xe9"),
-    ("x = '\0'", r"^a\.py:?\d?: SyntaxError: .*null byte"),
     ("import no_such_module", r"^a\.py:1: ModuleNotFoundError: No module named 'no_such_module'"),
-    ("\nx = undefined", r"^a\.py:2: NameError: name 'undefined' is not defined"),
     ("def get_config():\n  return {}['k']", r"^a\.py:2: KeyError: 'k'"),
     ("def get_config():\n  return open('no.txt')", r"^a\.py:2: FileNotFoundError: .*no\.txt"),
-    ("def get_config():\n  return 1 / 0", r"^a\.py:2: ZeroDivisionError: "),
     ("def get_config():\n  return next(iter(()))", r"^a\.py:2: StopIteration: "),
     ("def f():\n  return f()\nf()", r"^a\.py:2: RecursionError: "),
     (f"{RETURNS}  base_config().seed = 'a'", r"^a\.py:3: TypeError: "),
-    (f"{RETURNS}  return base_config().modle", r"^a\.py:3: AttributeError: "),
     ("raise SystemExit", r"^a\.py:1: SystemExit: "),
     ("x = 1", r"^a\.py: AttributeError: .*get_config"),
     ("get_config = lambda: None", r"^a\.py: get_config\(\) returned None, not a ConfigDict\. "),
-    ("get_config = lambda: {'seed': 1}", r"^a\.py: get_config\(\) returned {'seed': 1}, not a"),
   ]
   assert not wrongly_refused(load, cases)
 
-
-def test_a_variant_that_the_file_does_not_take(load):
   with pytest.raises(ValueError, match=r"^a\.py: TypeError: get_config\(\) takes 0 positional"):
     load("def get_config():\n  pass", "a.py:moe")
 
-
-def test_no_name(load):
   for name in ("", ":moe"):
     with pytest.raises(ValueError, match=r"name of the file is empty\. Example: configs/debug"):
       load("", name)
@@ -88,37 +79,25 @@ def test_a_wheel_has_its_configs_in_the_data_folder(tmp_path, monkeypatch):
   assert load_file("own") == base_config()
 
 
-@pytest.mark.parametrize("name", ["debug", "debug.py", "./debug", "b7", "b7.py"])
+@pytest.mark.parametrize("name", ["debug", "./debug", "b7.py"])
 def test_a_file_wins_over_what_is_packaged(tmp_path, monkeypatch, name):
   monkeypatch.chdir(tmp_path)
+  (tmp_path / "b7").mkdir()  # a folder is no file that wins
+  assert load_file("b7").model.num_layers == 32
   (tmp_path / name).write_text(f"{RETURNS}  return base_config()\n")
   assert load_file(name) == base_config()
 
 
-def test_a_folder_is_no_file_that_wins(tmp_path, monkeypatch):
+def test_a_name_that_stands_for_nothing(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
-  (tmp_path / "debug").mkdir()
-  (tmp_path / "b7").mkdir()
-  assert from_config_dict(load_file("debug")).num_steps == 400
-  assert load_file("b7").model.num_layers == 32
-
-
-@pytest.mark.parametrize(
-  ("name", "words"),
-  [
+  cases = [
     ("debg:moe", r"no packaged config 'debg' .*Did you mean debug\? Packaged are debug, .*, b1, "),
-    ("llama_7:moe", r"no packaged config 'llama_7' .*Did you mean llama_7b\? "),
     ("zzz", r"no packaged config 'zzz' \(seen from /.*\)\. Packaged are debug, dense_1_5b, "),
     ("configs/b7.py", r"no file configs/b7\.py \(seen from /.*packaged config b7\?$"),
-    ("configs/debug.py", r"no file configs/debug\.py \(seen from /.*packaged config debug\?$"),
     ("debug.py", r"no file debug\.py .*packaged config debug\?$"),
     ("other/mine.py", r"^cannot be read, No such file or directory \(seen from /"),
-  ],
-)
-def test_a_name_that_stands_for_nothing(tmp_path, monkeypatch, name, words):
-  monkeypatch.chdir(tmp_path)
-  with pytest.raises(ValueError, match=words):
-    load_file(name)
+  ]
+  assert not wrongly_refused(load_file, cases)
 
 
 def test_interruption_is_no_mistake_of_the_file(load):

@@ -1,6 +1,7 @@
 """Sections of several kinds: files, flags, --explain, config.json, comparison, resume."""
 
 import json
+import operator
 
 import pytest
 from absl import flags
@@ -18,10 +19,7 @@ from ats_jax.config.tree import updated
 from ats_jax.verbs import cli
 
 # What a kind cannot be without.
-NEEDED = {
-  "llama3": {"model.rope_scaling.original_len": 64},
-  "yarn": {"model.rope_scaling.original_len": 64},
-}
+NEEDED = {kind: {"model.rope_scaling.original_len": 64} for kind in ("llama3", "yarn")}
 EVERY = [(path, kind) for path, kinds in KINDS.items() for kind in kinds]
 YARN = {"model.rope_scaling.factor": 4.0, "model.rope_scaling.original_len": 64}
 
@@ -52,17 +50,13 @@ def parsed(*words):
 @pytest.mark.parametrize(("path", "kind"), EVERY)
 def test_every_kind_in_files_and_commands(path, kind, tmp_path):
   cfg = of_kind(path, kind)
-  own = sorted(KINDS[path].own(kind))
+  section = operator.attrgetter(path)(cfg)
+  assert type(section) is KINDS[path][kind]
   # A config file: by name, and by an instance of the class.
-  config = base_config()
-  config.update_from_flattened_dict(BESIDE.get(path, {}) | {path: kind} | NEEDED.get(kind, {}))
-  assert from_config_dict(config) == cfg
-  section = cfg
-  for part in path.split("."):
-    section = getattr(section, part)
-  config = base_config()
-  config.update_from_flattened_dict(BESIDE.get(path, {}) | {path: section})
-  assert from_config_dict(config) == cfg and type(section) is KINDS[path][kind]
+  for changes in ({path: kind} | NEEDED.get(kind, {}), {path: section}):
+    config = base_config()
+    config.update_from_flattened_dict(BESIDE.get(path, {}) | changes)
+    assert from_config_dict(config) == cfg
   # config.json, and the run that goes on with it.
   workdir.write_config(tmp_path, cfg)
   again = workdir.load_config(tmp_path)
@@ -72,7 +66,7 @@ def test_every_kind_in_files_and_commands(path, kind, tmp_path):
   assert differences(flatten(written), flatten(cfg)) == {}
   # --explain says of which kinds a setting is.
   lines = explain(path)
-  for name in own:
+  for name in KINDS[path].own(kind):
     assert f"{path}.{name} (" in lines
     assert any(kind in known.kinds for known in all_settings()[f"{path}.{name}"])
   # What differs from the default config, for `config show` and `config diff`.
@@ -83,12 +77,11 @@ def test_every_kind_in_files_and_commands(path, kind, tmp_path):
   assert (fixed_settings_hash(cfg) == fixed_settings_hash(of_default(path))) == is_same
 
 
-@pytest.mark.parametrize("tag", ["model.rope_scaling", "model.rope_scaling.name"])
-@pytest.mark.parametrize("turned", [False, True])
-def test_flags_choose_a_kind_in_either_order(tag, turned):
-  words = [f"--config.{tag}=yarn", *(f"--config.{name}={value}" for name, value in YARN.items())]
-  cfg = parsed(*(reversed(words) if turned else words))
-  assert cfg.model.rope_scaling == Yarn(factor=4.0, original_len=64)
+def test_flags_choose_a_kind_in_either_order():
+  for tag in ("model.rope_scaling", "model.rope_scaling.name"):
+    words = [f"--config.{name}={value}" for name, value in ({tag: "yarn"} | YARN).items()]
+    for turned in (words, reversed(words)):
+      assert parsed(*turned).model.rope_scaling == Yarn(factor=4.0, original_len=64)
 
 
 def test_a_new_kind_drops_the_settings_of_the_old_one():
@@ -101,6 +94,10 @@ def test_a_new_kind_drops_the_settings_of_the_old_one():
   assert config.model.rope_scaling.factor == 1.0
   config.model.rope_scaling = "none"
   assert from_config_dict(config) == Config()
+  # What a file sets before it chooses the kind is kept.
+  config.model.rope_scaling.factor, config.model.rope_scaling.original_len = 4.0, 64
+  config.model.rope_scaling.name = "yarn"
+  assert from_config_dict(config).model.rope_scaling == Yarn(factor=4.0, original_len=64)
   # A flag that goes back to another kind of what a file has chosen needs nothing besides.
   nested = updated(to_dict(Config()), {"model.rope_scaling": "yarn"} | YARN)
   assert from_config_dict(updated(nested, {"model.rope_scaling": "none"})) == Config()
@@ -127,14 +124,6 @@ def test_what_a_flag_leaves_without_effect_is_said(tmp_path, caplog):
   assert said not in caplog.text
 
 
-def test_what_a_file_sets_before_it_chooses_the_kind_is_kept():
-  config = base_config()
-  config.model.rope_scaling.factor = 4.0
-  config.model.rope_scaling.original_len = 64
-  config.model.rope_scaling.name = "yarn"
-  assert from_config_dict(config).model.rope_scaling == Yarn(factor=4.0, original_len=64)
-
-
 def test_a_setting_of_another_kind_names_both():
   cases = [
     (
@@ -156,9 +145,6 @@ def test_a_setting_of_another_kind_names_both():
   assert not wrongly_refused(
     lambda changes: from_config_dict(updated(to_dict(Config()), changes)), cases
   )
-
-
-def test_a_section_is_no_number():
   config = base_config()
   with pytest.raises(ValueError, match=r"rope_scaling is a section, got 4\. Assign the name of a "):
     config.model.rope_scaling = 4

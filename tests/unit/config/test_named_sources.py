@@ -1,7 +1,6 @@
 """`data.sources`, `data.mixture` and `data.phases`: what they mean, and errors that name them."""
 
 import json
-from fractions import Fraction
 
 import pytest
 from refusals import wrongly_refused
@@ -55,20 +54,17 @@ def test_phases_of_a_file_may_be_mappings():
   assert found == (Phase(Table(web=9.0, code=1.0), steps=3), Phase(Table(code=1.0)))
 
 
-@pytest.mark.parametrize(
-  ("weights", "expected"),
-  [
+def test_weights_are_whole_numbers_of_rows():
+  for weights, expected in (
     ({"web": 0.7, "code": 0.3}, {"web": 7, "code": 3}),
     ({"code": 3.0, "web": 1.0}, {"web": 1, "code": 3}),
     ({"web": 0.0, "code": 2.0}, {"code": 1}),
     ({"web": 50, "code": 100}, {"web": 1, "code": 2}),
     ({"web": 1e-2, "code": 0.99}, {"web": 1, "code": 99}),
     ({"web": 1e-05, "code": 0.1}, {"web": 1, "code": 10_000}),
-  ],
-)
-def test_weights_are_whole_numbers_of_rows(weights, expected):
-  found = parts(weights, ["web", "code"])
-  assert found == expected and list(found) == list(expected)
+  ):
+    found = parts(weights, ["web", "code"])
+    assert found == expected and list(found) == list(expected)
 
 
 def test_lengths_in_steps():
@@ -79,10 +75,7 @@ def test_lengths_in_steps():
   assert steps_of(Phase(WEB, epochs=0.1), **{**how, "rows": 40}) == 1  # 4 rows, not a little more
   assert steps_of(Phase(WEB), **how) == 0
   assert Phase(WEB).is_endless and not Phase(WEB, tokens=1).is_endless
-  assert Fraction(str(0.1)) == Fraction(1, 10)
-
-
-def test_a_mixture_is_one_phase():
+  # A mixture is one phase.
   assert phases_of(build(**{"data.mixture": WEB}).data) == (Phase(WEB),)
   assert phases_of(build().data) == ()
 
@@ -92,7 +85,6 @@ def test_errors_name_the_setting():
     ({"data.mixture": {"wbe": 1.0}}, "data.mixture: there is no source 'wbe'. .* are web, code"),
     ({"data.mixture": {"web": -1.0}}, r"data.mixture\['web'\]=-1.0 is too small"),
     ({"data.mixture": {"web": float("nan")}}, r"data.mixture\['web'\]=nan is not a finite number"),
-    ({"data.mixture": {"web": "1/3"}}, r"data.mixture\['web'\] must be float, got '1/3'"),
     ({"data.mixture": {"web": 0.0, "code": 0.0}}, "data.mixture: the weights sum to 0"),
     (phases(Phase(steps=10), Phase(WEB)), r"data.phases\[0\]: the weights sum to 0"),
     ({"data.mixture": {"web": 0.123457, "code": 0.9}}, "data.mixture: .* Round .* e.g. web=121"),
@@ -103,14 +95,11 @@ def test_errors_name_the_setting():
     (phases(Phase(WEB), Phase(CODE)), r"data.phases\[0\] has no length, but another"),
     (phases(Phase(WEB, steps=5)), "the last one has a length, .* length=phases"),
     ({"length": "phases", "data.mixture": WEB}, "length=phases, but there is no last phase"),
-    ({"length": "phases"}, "length=phases, but there is no last phase"),
     ({"length": "phases", **phases(Phase(WEB, epochs=1.0)), "num_epochs": 1.0}, "both say when"),
     ({"data.mixture": WEB, **phases(Phase(WEB))}, "data.mixture and data.phases both give weights"),
     ({"data.sources": {}, "data.mixture": WEB}, "data.mixture=.* needs data.sources"),
-    ({"data.sources": {}, **phases(Phase(WEB))}, "data.phases=.* needs data.sources"),
     ({"data.sources": {}, "data.temperature": 2.0}, "data.temperature=2.0 .* needs data.sources"),
     ({"data.temperature": 0.0}, "data.temperature=0 is not positive"),
-    ({"data.temperature": -1.0}, "data.temperature=-1 is not positive"),
     ({"data.temperature": 2.0, "data.mixture": WEB}, "data.temperature=2 does nothing with"),
     ({"data.paths": ("b.txt",)}, "data.paths and data.sources are both set"),
     ({"data.sources": {"Web": ("a.txt",)}}, "data.sources: 'Web' is no name"),
@@ -148,9 +137,6 @@ def test_errors_name_the_setting():
     ),
   ]
   assert not wrongly_refused(lambda changes: build(**changes), cases)
-
-
-def test_valid():
   assert build(**{"data.temperature": 3.0}).data.temperature == 3.0
   both = phases(Phase(WEB, steps=3), Phase(CODE, epochs=2.0))
   assert build(**{"length": "phases", **both}).counts_epochs

@@ -1,6 +1,5 @@
 """What needs the whole text is refused with `data.reading=streaming`, with what to do."""
 
-import pytest
 from helpers import tiny_config
 from refusals import wrongly_refused
 
@@ -32,14 +31,11 @@ def test_refused():
   assert not wrongly_refused(lambda changes: tiny_config(STREAMED | changes), cases)
 
 
-@pytest.mark.parametrize(
-  "changes",
-  [
+def test_accepted():
+  for changes in (
     {},
     {"data.validation_fraction": 0.1, "data.validation_paths": ("c.txt",)},
     MIXED,
     MIXED | {"data.format": "chat", "data.format.sources": ("a",)},
-  ],
-)
-def test_accepted(changes):
-  assert tiny_config(STREAMED | changes).data.reading.is_streamed
+  ):
+    assert tiny_config(STREAMED | changes).data.reading.is_streamed

@@ -2,12 +2,10 @@
 
 from typing import get_args, get_origin
 
-import pytest
-from helpers import enabling, tiny_config
+from helpers import enabling
 from refusals import wrongly_refused
 
 from ats_jax.config import base_config, from_config_dict
-from ats_jax.config.explain import explain
 from ats_jax.config.names import all_settings
 from ats_jax.config.schema.mixture import Phase
 from ats_jax.config.schema.setting import Table
@@ -90,14 +88,6 @@ def test_a_number_that_is_not_finite_is_refused():
   assert not wrongly_refused(lambda case: build(dict([case])), cases)
 
 
-def test_bounds_are_shown_with_all_their_digits():
-  with pytest.raises(ValueError, match=r"^seed=4294967296 is too large: at most 4294967295 \("):
-    build({"seed": 2**32})
-  with pytest.raises(ValueError, match=r"^num_steps=2147483648 is too large: at most 2147483647 "):
-    build({"num_steps": 2**31})
-  assert "range [0, 4294967295]" in explain("seed")
-
-
 def test_choices_are_taken_and_all_else_is_refused():
   choices = {name: SETTINGS[name].metadata["choices"] for name in WITH_CHOICES}
   cases = [
@@ -111,26 +101,24 @@ def test_choices_are_taken_and_all_else_is_refused():
 
 def test_rules_that_join_settings():
   cases = [
+    ({"seed": 2**32}, r"^seed=4294967296 is too large: at most 4294967295 \("),  # all digits
     ({"model.num_kv_heads": 3}, "model.num_kv_heads=3 does not divide model.num_heads=4"),
     ({"mesh.stage_rounds": 2}, "mesh.stage_rounds=2 does nothing with mesh.stage=1"),
     ({"step.remat_stages": "dots"}, "step.remat_stages=dots does nothing with mesh.stage=1"),
     ({"model.d_model": 130}, "model.num_heads=4 does not divide model.d_model=130"),
     ({"model.head_dim": 7}, "head dimension is 7"),
-    ({"model.d_model": 12, "model.num_heads": 4}, "head dimension is 3"),
     (
       {"model.num_heads": 6, "model.num_kv_heads": 6, "model.head_dim": 8, "mesh.tensor": 4},
       "mesh.tensor=4 does not divide model.num_heads=6",
     ),
     ({"model.num_kv_heads": 2, "mesh.tensor": 4}, "mesh.tensor=4 does not divide model.num_kv_h"),
     ({"mesh.data": 0}, "mesh.data=0: use a positive number, or -1"),
-    ({"mesh.data": -2}, "mesh.data=-2: use a positive number, or -1"),
     ({"step.accum_steps": 3}, "step.accum_steps=3 does not divide data.batch_size=16"),
     (
       {"optimizer.warmup_steps": 401},
       "optimizer.warmup_steps=401 exceeds num_steps=400. .* optimizer.warmup_fraction",
     ),
     ({"optimizer.b1": 1.0}, "optimizer.b1=1 never takes a gradient in"),
-    ({"optimizer.b2": 1.0}, "optimizer.b2=1 never takes a gradient in"),
     ({"optimizer.eps": 0.0}, "optimizer.eps=0 divides 0 by 0"),
     (
       {"log.writers": ("console", "xml")},
@@ -146,6 +134,8 @@ def test_rules_that_join_settings():
       {"precision.fp8": True, "model.d_ff": 88, "mesh.tensor": 2},
       "needs multiples of 16: model.d_ff is 44 on a device",
     ),
+    ({"checkpoint.local_every": 10}, r"local_every=10 needs a folder .* Set checkpoint\.local_d"),
+    ({"checkpoint.local_dir": "/tmp/x"}, r"local_dir=/tmp/x does nothing with .*local_every=0"),
   ]
   assert not wrongly_refused(build, cases)
 
@@ -164,13 +154,6 @@ def test_what_is_just_legal(tmp_path):
     {"step.accum_steps": 16},
     {"seed": 2**32 - 1},
     {"num_steps": 2**31 - 1},
+    {"checkpoint.local_every": 10, "checkpoint.local_dir": "/tmp/x"},
   ):
     assert build(changes)
-
-
-def test_snapshots_need_a_folder_and_an_interval():
-  with pytest.raises(ValueError, match=r"local_every=10 needs a folder .* Set checkpoint\.local_d"):
-    tiny_config({"checkpoint.local_every": 10})
-  with pytest.raises(ValueError, match=r"local_dir=/tmp/x does nothing with .*local_every=0"):
-    tiny_config({"checkpoint.local_dir": "/tmp/x"})
-  tiny_config({"checkpoint.local_every": 10, "checkpoint.local_dir": "/tmp/x"})

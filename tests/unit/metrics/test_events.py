@@ -94,7 +94,7 @@ def test_the_sample_and_the_settings_are_texts(run):
   assert "    moe.num_experts = 4" in lines and "    data.tokenizer = 'bytes'" in lines
   rows = [row for row in read_jsonl(run / "metrics.jsonl") if "sample" in row]
   assert [(row["step"], row["sample"]) for row in rows] == [(4, sample)]
-  # TensorBoard takes a text for Markdown, in which a sample's line breaks would be lost: it is code.
+  # TensorBoard takes a text for Markdown, in which line breaks would be lost: it is indented.
   assert all(line.startswith("    ") for text in texts.values() for line in text.split("\n"))
 
 
