@@ -104,11 +104,6 @@ def test_a_model_of_hugging_face_is_a_decoder(mesh, tmp_path):
       {"use_sliding_window": "every n-th"},
     ),
     (
-      {"model_type": "qwen3", "head_dim": 32, "tie_word_embeddings": True},
-      {"model.qk_norm": True, "model.head_dim": 32, "model.tie_embeddings": True},
-      {},
-    ),
-    (
       EXPERTS | {"model_type": "qwen3_moe", "norm_topk_prob": True, "decoder_sparse_step": 2},
       {"moe.num_experts": 8, "moe.d_ff": 96, "moe.renormalize": True, "moe.every": 2},
       {},
@@ -125,15 +120,9 @@ def test_a_model_of_hugging_face_is_a_decoder(mesh, tmp_path):
       {"clip_qkv": "has only None"},
     ),
     (
-      {"model_type": "deepseek_v3", "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 4,
-       "topk_group": 2, "first_k_dense_replace": 1, "n_shared_experts": 1, "v_head_dim": 16,
-       "moe_intermediate_size": 32, "routed_scaling_factor": 2.5, "kv_lora_rank": 8,
-       "scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_nextn_predict_layers": 1,
+      {"model_type": "deepseek_v3", "first_k_dense_replace": 1, "num_nextn_predict_layers": 1,
        "num_key_value_heads": None, "aux_loss_alpha": 1e-4, "seq_aux": True},
-      {"moe.num_groups": 4, "moe.top_groups": 2, "moe.dense_first": 1, "moe.num_shared": 1,
-       "moe.route_scale": 2.5, "moe.score": "sigmoid", "model.v_head_dim": 16,
-       "model.head_dim": 192, "model.latent_rope_dim": 64, "model.kv_latent_dim": 8,
-       "model.q_latent_dim": 1536, "moe.bias_on": "scores", "moe.bias_update": "sign",
+      {"moe.dense_first": 1, "model.head_dim": 192, "moe.bias_update": "sign",
        "moe.sequence_aux_loss": 1e-4, "moe.aux_loss": 0.0},
       {"num_nextn_predict_layers": "predict further tokens"},
     ),
@@ -145,15 +134,6 @@ def test_a_model_of_hugging_face_is_a_decoder(mesh, tmp_path):
       {},
     ),
     (
-      {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2,
-       "layer_types": ["sliding_attention", "full_attention"], "attention_bias": True},
-      {"moe.router_bias": True, "moe.renormalize": True, "model.head_dim": 64,
-       "model.window": 128, "model.full_every": 2, "model.qkv_bias": True,
-       "model.attn_sinks": True, "moe.expert_bias": True, "model.activation": "clamped",
-       "model.rope_scaling.name": "yarn", "model.rope_scaling.whole_pairs": False},
-      {},
-    ),
-    (
       {"model_type": "gemma", "hidden_act": "gelu_pytorch_tanh"},
       {"model.tie_embeddings": True, "model.head_dim": 256, "model.activation": "gelu_tanh",
        "model.norm_plus_one": True, "model.post_norms": False},
@@ -161,11 +141,8 @@ def test_a_model_of_hugging_face_is_a_decoder(mesh, tmp_path):
     ),
     (
       {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
-      {
-        "model.rope_theta": 5e5,
-        "model.rope_scaling.name": "linear",
-        "model.rope_scaling.factor": 8.0,
-      },
+      {"model.rope_theta": 5e5, "model.rope_scaling.name": "linear",
+       "model.rope_scaling.factor": 8.0},
       {},
     ),
     (

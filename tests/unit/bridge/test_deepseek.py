@@ -10,7 +10,7 @@ import pytest
 from eight_bit_blocks import dequantised, quantise
 from helpers import make_decoder
 from hf_folders import fields_of, random_tensors, write_tensors
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from runs import arrays
 
@@ -141,6 +141,7 @@ def test_a_model_of_ours_is_a_deepseek():
       choose_family(own(**changes), "deepseek_v3")
 
 
+@settings(max_examples=30)
 @given(
   shape=st.tuples(st.integers(1, 21), st.integers(1, 21)),
   block=st.tuples(st.integers(1, 9), st.integers(1, 9)),

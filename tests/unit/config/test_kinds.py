@@ -31,6 +31,15 @@ BESIDE = {
 }
 
 
+FILE = """
+from ats_jax.config import base_config
+def get_config():
+  config = base_config()
+  {}
+  return config
+"""
+
+
 def of_kind(path, kind):
   return with_settings(of_default(path), {f"{path}.name": kind} | NEEDED.get(kind, {}))
 
@@ -104,14 +113,9 @@ def test_a_new_kind_drops_the_settings_of_the_old_one():
 
 
 def test_what_a_flag_leaves_without_effect_is_said(tmp_path, caplog):
-  (tmp_path / "wsd.py").write_text(
-    "from ats_jax.config import base_config\n"
-    "def get_config():\n"
-    "  config = base_config()\n"
-    "  config.optimizer.schedule = {'name': 'wsd', 'decay_fraction': 0.5}\n"
-    "  config.mod.routing, config.mod.capacity = 'learned', 0.25\n"
-    "  return config\n"
-  )
+  wsd = "config.optimizer.schedule = {'name': 'wsd', 'decay_fraction': 0.5}"
+  mod = "config.mod.routing, config.mod.capacity = 'learned', 0.25"
+  (tmp_path / "wsd.py").write_text(FILE.format(f"{wsd}; {mod}"))
   words = ("--config.optimizer.schedule=cosine", "--config.mod.routing=none")
   with caplog.at_level("INFO"):
     cfg = parsed(f"--config={tmp_path}/wsd.py", *words)
@@ -191,13 +195,7 @@ def test_a_kind_of_an_extension_brings_its_settings(extension, tmp_path):
   with pytest.raises(ValueError, match=r"--config\.optimizer\.momentun: there is no such setting"):
     parsed("--config", "debug", "--config.optimizer.momentun=0.8")
   file = tmp_path / "config.py"
-  file.write_text(
-    "from ats_jax.config import base_config\n"
-    "def get_config():\n"
-    "  config = base_config()\n"
-    f"  config.extensions = ({extension!r},)\n"
-    "  config.optimizer = {'name': 'sign', 'momentum': 0.7}\n"
-    "  return config\n"
-  )
+  of_file = f"config.extensions = ({extension!r},)"
+  file.write_text(FILE.format(f"{of_file}; config.optimizer = {{'name': 'sign', 'momentum': 0.7}}"))
   assert parsed(f"--config={file}").optimizer.momentum == 0.7
   assert load_file(str(file)).optimizer.momentum == 0.7

@@ -1,7 +1,6 @@
 """W&B, MLflow and trackio, offline, by the real libraries (`-m sinks`), and without them."""
 
 import json
-import sqlite3
 import struct
 import subprocess
 import sys
@@ -157,20 +156,6 @@ def test_a_run_goes_on_in_its_own_page(name, tmp_path, offline):
   history = client.get_metric_history(found.info.run_id, "train/loss")
   assert sorted(m.step for m in history) == [1, 2, 3, 3, 4, 4, 5]
   assert found.data.params["num_steps"] == "5"
-
-
-@pytest.mark.sinks
-def test_a_data_base_that_breaks_in_the_middle_costs_that_sink_alone(tmp_path, offline, caplog):
-  writer = open_sink("mlflow", tmp_path)
-  writer.write_scalars(1, {"train/loss": 1.0})
-  with sqlite3.connect(tmp_path / "mlflow.db") as data_base:
-    data_base.execute("DROP TABLE latest_metrics")
-  for step in (2, 3, 4):
-    writer.write_scalars(step, {"train/loss": 1.0})
-  writer.close()
-  assert caplog.text.count("'mlflow' FAILED and is given up") == 1
-  assert "MlflowException" in caplog.text
-  assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
 ONLINE = """
