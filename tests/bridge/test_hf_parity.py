@@ -1,7 +1,6 @@
 """Our models beside those of `transformers`: tokens, packed rows, exports and quantised weights."""
 
 import functools
-import json
 
 import hf_gate
 import hf_models
@@ -9,17 +8,15 @@ import jax
 import numpy as np
 import pytest
 import torch
-from eight_bit_blocks import dequantised, quantise
 from helpers import pack
 from hf_models import SEQ_LEN
-from safetensors.torch import save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from ats_jax.bridge.convert import import_folder
 from ats_jax.bridge.export import export
 from ats_jax.bridge.folder import open_model_folder
+from ats_jax.bridge.mxfp4 import dequantise
 from ats_jax.bridge.parity import compare
-from ats_jax.bridge.safetensors_file import Slot, Writer
 from ats_jax.step.objective import loss_sums
 from ats_jax.store.paths import parse
 
@@ -90,64 +87,10 @@ def test_an_export_is_the_folder_that_was_imported(tmp_path):
   np.testing.assert_array_equal(got, want)
 
 
-def random_mxfp4(weights):
-  """Random MXFP4 in the shapes of experts' matrices [experts, inputs, outputs]."""
-  experts, inputs, outputs = weights.shape
-  shape = (experts, outputs, inputs // 32)
-  blocks = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8)
-  # Powers from 2^-8 to 2^-4: larger weights make logits that float32 rounds by more than 1e-4.
-  return blocks, torch.randint(119, 124, shape, dtype=torch.uint8)
-
-
-def test_mxfp4_is_read_as_transformers_reads_it(tmp_path):
-  """Bit for bit, and the logits of the folder are those of the model that it stands for."""
-  sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
-  model = hf_models.make("gpt_oss", **sizes)
-  plain, packed = dict(model.state_dict()), {}
-  for name in [n for n in plain if n.endswith(("gate_up_proj", "down_proj"))]:
-    blocks, scales = random_mxfp4(plain[name])
-    packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-    plain[name] = convert_moe_packed_tensors(blocks, scales)
-  model.load_state_dict({n: t.float() for n, t in plain.items()})
-  folder = hf_models.save(model, tmp_path / "hf")
-  kept = {n: t for n, t in plain.items() if f"{n}_blocks" not in packed}
-  save_file(
-    {n: t.contiguous() for n, t in (kept | packed).items()},
-    folder / "model.safetensors",
-    {"format": "pt"},
-  )
-  fields = json.loads((folder / "config.json").read_text())
-  fields["quantization_config"] = {"quant_method": "mxfp4"}
-  (folder / "config.json").write_text(json.dumps(fields))
-
-  source = open_model_folder(folder)
-  for name in (n.removesuffix("_blocks") for n in packed if n.endswith("_blocks")):
-    want = plain[name].view(torch.int16).numpy()
-    np.testing.assert_array_equal(source.tensors[name].read().view(np.int16), want, err_msg=name)
-  tokens = hf_models.rows()
-  assert hf_gate.passes(source, tokens, hf_models.logits(model, tokens))
-
-
-def test_a_folder_in_8_bits_is_the_model_of_its_dequantised_weights(cases, tmp_path):
-  source, tokens, before = cases("deepseek_v3")
-  block, narrow, wide = (8, 16), {}, {}
-  for name, tensor in source.tensors.items():
-    narrow[name] = wide[name] = array = tensor.read()
-    if array.ndim == 2 and "layers" in name and not name.endswith("mlp.gate.weight"):
-      narrow[name], scales = quantise(array, block)
-      narrow[f"{name}_scale_inv"], wide[name] = scales, dequantised(narrow[name], scales, block)
-  quantisation = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": list(block)}
-  write(tmp_path / "wide", dict(source.fields), wide)
-  write(tmp_path / "fp8", {**source.fields, "quantization_config": quantisation}, narrow)
-  theirs = hf_models.logits(hf_models.load(tmp_path / "wide"), tokens)
-  assert np.max(np.abs(theirs - before)) > 0.1  # 8 bits show
-  assert hf_gate.passes(open_model_folder(tmp_path / "fp8"), tokens, theirs)
-
-
-def write(folder, fields, tensors):
-  folder.mkdir()
-  (folder / "config.json").write_text(json.dumps(fields))
-  slots = [Slot(name, array.dtype, array.shape) for name, array in tensors.items()]
-  with Writer(folder / "model.safetensors", slots) as writer:
-    for name, array in tensors.items():
-      writer.write(name, array)
+def test_mxfp4_is_read_as_transformers_reads_it():
+  rng = np.random.default_rng(0)
+  blocks = rng.integers(0, 256, (3, 10, 2, 16), np.uint8)  # experts, outputs, groups of inputs
+  scales = rng.integers(110, 140, (3, 10, 2)).astype(np.uint8)
+  want = convert_moe_packed_tensors(torch.from_numpy(blocks), torch.from_numpy(scales))
+  got = np.stack([dequantise(*pair) for pair in zip(blocks, scales, strict=True)])
+  np.testing.assert_array_equal(got, want.float().numpy())

@@ -16,8 +16,9 @@ TEXT = ["la forêt, 漢字 and 🙂\n" * 20, "def f(x):\n  return x\n" * 9]
 SAID = "a  b\n\tçé 漢字 🙂\u200d don't , .  \n"
 
 
-@pytest.mark.parametrize("kind", ["bytes", "bpe"])
-@pytest.mark.parametrize("template", [None, "chatml", "jinja"])
+@pytest.mark.parametrize(
+  ("kind", "template"), [("bytes", None), ("bpe", "chatml"), ("bpe", "jinja")]
+)
 def test_ids_and_special_tokens(kind, template, tmp_path):
   if template == "jinja":
     template = str(tmp_path / "t.jinja")

@@ -21,11 +21,10 @@ SIZES = dict(
   vocab_size=300,
   hidden_size=64,
   intermediate_size=128,
-  num_hidden_layers=2,
+  num_hidden_layers=1,
   num_attention_heads=4,
   num_key_value_heads=2,
   head_dim=16,
-  max_position_embeddings=128,
 )
 EXPERTS = dict(num_local_experts=4, num_experts_per_tok=2)
 CONFIGS = {

@@ -166,20 +166,6 @@ def test_the_page_says_when_each_is_written():
 
 @pytest.mark.tf
 @pytest.mark.filterwarnings("default")  # those of TensorFlow and TensorBoard
-def test_tensorboard_itself_reads_texts_and_histograms(run):
-  from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-  events = EventAccumulator(str(run)).Reload()
-  tags = events.Tags()
-  assert {"config/text_summary", "sample/text_summary"} <= set(tags["tensors"])
-  (sample,) = events.Tensors("sample/text_summary")
-  text = textwrap.dedent(sample.tensor_proto.string_val[0].decode())
-  assert (sample.step, text + "\n") == (4, (run / "samples" / "4.txt").read_text())
-  assert "moe/load/layer_00" in [tag for tag in (*tags["histograms"], *tags["tensors"])]
-
-
-@pytest.mark.tf
-@pytest.mark.filterwarnings("default")  # those of TensorFlow and TensorBoard
 def test_tensorboard_itself_reads_hyper_parameters_and_results(run):
   from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
   from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer

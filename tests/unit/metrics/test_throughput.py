@@ -31,8 +31,6 @@ def test_bf16_peaks():
   assert {kind: peak_flops(kind) for kind in peaks} == pytest.approx(peaks)
   assert not [kind for kind in unknown if peak_flops(kind) is not None]
 
-
-def test_peaks_depend_on_the_dtype():
   assert peak_flops("Tesla V100-SXM2-16GB", "float16") == 125e12
   assert peak_flops("Tesla T4", "float16") == 65e12
   assert peak_flops("NVIDIA H100 80GB HBM3", "float32") is None

@@ -1,4 +1,4 @@
-"""Our writers, and with `-m tf` CLU's own under the same tests."""
+"""Our writers, and with `-m tf` the one of CLU."""
 
 import contextlib
 import csv
@@ -29,28 +29,12 @@ from ats_jax.metrics.writer import (
   is_time_key,
 )
 
-
-def clu_writer(name, *args):
-  from clu import metric_writers
-
-  return getattr(metric_writers, name)(*args)
-
-
-def clu_multi(directory):
-  return clu_writer("MultiWriter", [clu_writer("SummaryWriter", str(directory))])
-
-
 EVENT_WRITERS = [
   pytest.param(TensorboardWriter, id="tensorboard"),
   pytest.param(lambda d: MultiWriter([TensorboardWriter(d)]), id="multi"),
-  pytest.param(lambda d: clu_writer("SummaryWriter", str(d)), id="clu", marks=pytest.mark.tf),
-  pytest.param(clu_multi, id="clu-multi", marks=pytest.mark.tf),
-  pytest.param(
-    lambda d: clu_writer("create_default_writer", str(d)), id="clu-default", marks=pytest.mark.tf
-  ),
   pytest.param(
     lambda d: create_writer(LogConfig(writers=("clu",)), d, resume_step=None),
-    id="ours-of-clu",
+    id="clu",
     marks=pytest.mark.tf,
   ),
 ]
@@ -59,7 +43,6 @@ WRITERS = [
   pytest.param(lambda d: JsonlWriter(d / "metrics.jsonl"), id="jsonl"),
   pytest.param(lambda d: CsvWriter(d / "metrics.csv"), id="csv"),
   pytest.param(lambda d: ConsoleWriter(), id="console"),
-  pytest.param(lambda d: clu_writer("LoggingWriter"), id="clu-log", marks=pytest.mark.tf),
 ]
 
 
