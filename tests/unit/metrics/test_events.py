@@ -204,6 +204,7 @@ def test_a_run_through_clus_own_writer_feeds_the_orchestrator(tmp_path):
     "orchestrator.mode": "act",
     "orchestrator.check_interval": 2,
     "mod.routing": "none",
+    "mod.capacity": 0.125,
   }
   run = sparse_run(tmp_path, changes)
   assert not (run / "metrics.jsonl").exists()
