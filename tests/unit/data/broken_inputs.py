@@ -13,17 +13,8 @@ from typing import NamedTuple
 import numpy as np
 
 WORDS = [
-  "plain",
-  "é",
-  "漢字",
-  "🙂\u200d",
-  "a\x00b",
-  "\ufeff",
-  "\u2028",
-  "<|endoftext|>",
-  "\r",
-  "\t ",
-]
+  "plain", "é", "漢字", "🙂\u200d", "a\x00b", "\ufeff", "\u2028", "<|endoftext|>", "\r", "\t ",
+]  # fmt: skip
 
 
 class Case(NamedTuple):
@@ -36,8 +27,7 @@ class Case(NamedTuple):
 def make(folder: Path, seed: int) -> Case:
   """Case number `seed`, in a folder that is there."""
   draw = random.Random(seed)
-  kind = draw.choice(KINDS)
-  return kind(folder, f"{seed:05}", draw)
+  return draw.choice(KINDS)(folder, f"{seed:05}", draw)
 
 
 def _text(draw: random.Random, most: int = 40) -> str:
@@ -79,8 +69,7 @@ def _json_lines(draw: random.Random) -> tuple[bytes, int]:
 
 
 def jsonl(folder: Path, stem: str, draw: random.Random) -> Case:
-  raw, records = _json_lines(draw)
-  return _write(folder, f"{stem}.jsonl", raw, records)
+  return _write(folder, f"{stem}.jsonl", *_json_lines(draw))
 
 
 def text(folder: Path, stem: str, draw: random.Random) -> Case:
@@ -117,8 +106,8 @@ def ids(folder: Path, stem: str, draw: random.Random) -> Case:
     return Case(folder / f"{stem}.bin", None)
   if draw.random() < 0.2 and size % 2 == 0:
     array = array.reshape(2, -1)
-  np.save(folder / f"{stem}.npy", array)
   path = folder / f"{stem}.npy"
+  np.save(path, array)
   raw = bytearray(path.read_bytes())
   fault = draw.randrange(5)
   if fault == 0:
@@ -132,15 +121,11 @@ def ids(folder: Path, stem: str, draw: random.Random) -> Case:
 def special(folder: Path, stem: str, draw: random.Random) -> Case:
   """What is no file of text at all."""
   path = folder / f"{stem}.txt"
-  what = draw.randrange(4)
-  if what == 0:
+  target = draw.choice([None, folder / f"nowhere-{stem}", path, "/dev/zero"])
+  if target is None:
     os.mkfifo(path)
-  elif what == 1:
-    path.symlink_to(folder / f"nowhere-{stem}")
-  elif what == 2:
-    path.symlink_to(path)
   else:
-    path.symlink_to("/dev/zero")
+    path.symlink_to(target)
   return Case(path, None)
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from wide_tokenizer import WideTokenizer
+from loading import WideTokenizer
 
 from ats_jax.config.build import unchecked
 from ats_jax.config.schema import DataConfig

@@ -6,23 +6,30 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from loading import (
+  ONE_HOST,
+  all_rows,
+  assert_each_token_once,
+  assert_same,
+  batches_of,
+  find_fault,
+  read,
+)
 
 from ats_jax.config.schema.row_order import LengthBuckets, ShortFirst
 from ats_jax.config.schema.text_format import Chat
-from ats_jax.data.look.audit import audit
 from ats_jax.data.look.overview import overview
 from ats_jax.data.look.page import html_page
 from ats_jax.data.rows.buckets import LEAST_STEPS, Buckets, StepOrder
 from ats_jax.data.rows.dataset import Dataset
 from ats_jax.data.rows.difficulty import LEVELS, by_level, rarity
 from ats_jax.data.rows.lengths import by_length, row_lengths
-from ats_jax.data.rows.loader import TrainBatches
 from ats_jax.data.sources import open_data
 from ats_jax.data.splits import open_documents
 
 BATCH = 6
-PLAIN = Chat(template="plain")
 TWO, MIXED, RISING = LengthBuckets(lengths=2), LengthBuckets(lengths=3), ShortFirst(lengths=3)
+CHATS = dict(format=Chat(template="plain"), seq_len=256, batch_size=2, order=TWO)
 
 
 @pytest.fixture
@@ -41,27 +48,6 @@ def parted(write, config):
     return ds
 
   return make
-
-
-def read(ds, count, *, position=None, local=None, accum=1, workers=0):
-  local = np.arange(BATCH // accum) if local is None else local
-  with TrainBatches(
-    ds, position=position, accum_steps=accum, batch_size=BATCH, local_rows=local,
-    num_workers=workers, prefetch=2,
-  ) as batches:  # fmt: skip
-    found = []
-    for _ in range(count):
-      length = batches.row_length
-      found.append(next(batches))
-      assert found[-1]["tokens"].shape[-1] == length
-    return found, batches.position()
-
-
-def assert_same(a, b):
-  assert a.keys() == b.keys()
-  for name in a:
-    assert a[name].dtype == b[name].dtype
-    np.testing.assert_array_equal(a[name], b[name], err_msg=name)
 
 
 def test_lengths_are_quantiles_of_tokens_rounded_up():
@@ -87,12 +73,9 @@ def test_lengths_are_quantiles_of_tokens_rounded_up():
 def test_a_document_is_in_the_shortest_row_that_holds_it():
   sizes = np.array([1, 16, 17, 32, 33, 999])
   parts = by_length(sizes, np.arange(10, 16), (16, 32, 64))
-  assert [(p.seq_len, p.documents.tolist()) for p in parts] == [
-    (16, [10, 11]), (32, [12, 13]), (64, [14, 15])
-  ]  # fmt: skip
-  assert [p.name for p in parts] == [
-    "documents of 1 to 16 tokens", "documents of 17 to 32 tokens",
-    "documents of 33 tokens and more",
+  assert [(p.seq_len, p.documents.tolist(), p.name) for p in parts] == [
+    (16, [10, 11], "documents of 1 to 16 tokens"), (32, [12, 13], "documents of 17 to 32 tokens"),
+    (64, [14, 15], "documents of 33 tokens and more"),
   ]  # fmt: skip
 
 
@@ -131,85 +114,53 @@ def test_a_random_order_is_another_in_each_epoch_and_of_each_seed():
 
 @pytest.mark.parametrize(
   "how",
-  [
-    {"packing": "concat"},
-    {"packing": "best_fit", "order": RISING},
-    {"order": "difficulty"},
-  ],
+  [{"packing": "concat"}, {"packing": "best_fit", "order": RISING}, {"order": "difficulty"}],
 )
-def test_an_epoch_holds_each_token_once_on_any_hosts(parted, how):
+def test_an_epoch_holds_each_token_once_on_any_hosts(parted, how, monkeypatch):
   ds = parted(**how)
   assert len(ds.info.parts) > 1
-  results = list(audit(ds))
-  assert len(results) == 5
-  for result in results:
-    assert (result.difference, result.lost, result.repeated) == ("", 0, 0)
-    assert result.targets == ds.info.num_tokens
-
-
-def test_the_audit_sees_a_row_that_comes_twice(parted, monkeypatch):
-  place = Buckets.place
-  monkeypatch.setattr(Buckets, "place", lambda self, row: place(self, 7 if row == 8 else row))
-  result = next(iter(audit(parted())))
-  assert result.lost and result.repeated
-
-
-def test_epochs_follow_each_other_without_a_loss(parted):
-  """Over three epochs each row of each part comes three times, or once more in a step that ends."""
-  ds = parted(order=RISING)
-  steps = ds.order.start(3)
-  seen = [np.zeros(part.info.num_rows, int) for part in ds.info.parts.values()]
-  for row in range(steps * BATCH):
-    number, short = ds.place(row)
-    part = list(ds.info.parts.values())[number]
-    np.add.at(seen[number], [part.row_index(r) for r in short], 1)
-  for part, counts in zip(ds.info.parts.values(), seen, strict=True):
-    assert set(counts) <= {3, 4}
-    assert counts.sum() - 3 * part.info.num_rows < BATCH * 128 // part.info.seq_len
+  assert_each_token_once(ds)
+  if "order" not in how:  # and the audit would see a row that comes twice
+    place = Buckets.place
+    monkeypatch.setattr(Buckets, "place", lambda self, row: place(self, 7 if row == 8 else row))
+    fault = find_fault(ds)
+    assert fault.lost and fault.repeated
 
 
 def test_rows_are_those_of_a_training_on_the_part_alone(parted):
   ds = parted()
-  batches, _ = read(ds, ds.order.start(1))
   turns = Counter()
-  for step, batch in enumerate(batches):
-    part = list(ds.info.parts.values())[ds.order.find(step).part]
-    rows = BATCH * 128 // part.info.seq_len
-    begin = turns[part.info.seq_len]
-    turns[part.info.seq_len] += rows
-    assert_same({k: v[0] for k, v in batch.items()}, part.read(range(begin, begin + rows)))
-    assert batch["tokens"].size == BATCH * 128  # of all steps
+  with batches_of(ds, batch=BATCH) as batches:
+    for step in range(ds.order.start(1)):
+      length = batches.row_length
+      batch = next(batches)
+      part = list(ds.info.parts.values())[ds.order.find(step).part]
+      assert length == part.info.seq_len == batch["tokens"].shape[-1]
+      rows = BATCH * 128 // length
+      begin = turns[length]
+      turns[length] += rows
+      assert_same({k: v[0] for k, v in batch.items()}, part.read(range(begin, begin + rows)))
   assert set(turns) == {part.info.seq_len for part in ds.info.parts.values()} and len(turns) == 3
 
 
 @pytest.mark.parametrize("order", [MIXED, RISING])
 def test_it_goes_on_anywhere_on_another_number_of_hosts(parted, order):
   ds = parted(order=order)
-  whole, end = read(ds, 30)
-  _, position = read(ds, 11)
-  hosts = [read(ds, 19, position=position, local=rows) for rows in (np.arange(4), np.arange(4, 6))]
-  assert [at for _, at in hosts] == [end, end]
-  for batch, *parts in zip(whole[11:], *(batches for batches, _ in hosts), strict=True):
-    assert_same(batch, {k: np.concatenate([p[k] for p in parts], axis=1) for k in batch})
-  halves, _ = read(ds, 30, accum=2)
+  whole, end = read(ds, 20, batch=BATCH)
+  _, position = read(ds, 11, batch=BATCH)
+  copy = pickle.loads(pickle.dumps(ds))  # as a process gets it
+  rest, end_of_rest = read(copy, 9, batch=BATCH, position=position, hosts=2)
+  assert end_of_rest == end
+  assert_same(rest, whole[11:])
+  halves, _ = read(ds, 20, batch=BATCH, accum=2)
   for batch, half in zip(whole, halves, strict=True):
-    shape = batch["tokens"].shape
-    assert_same(batch, {k: v.reshape(shape) for k, v in half.items()})
-
-
-def test_a_process_reads_the_same(parted):
-  ds = pickle.loads(pickle.dumps(parted()))
-  for a, b in zip(read(ds, 5)[0], read(parted(), 5)[0], strict=True):
-    assert_same(a, b)
+    assert_same(batch, {k: v.reshape(batch["tokens"].shape) for k, v in half.items()})
 
 
 def test_a_position_is_one_in_the_same_steps(parted):
   position = parted().position(12)
   assert parted().row_of(position) == 12
-  changes = (
-    {"batch_size": 5}, {"order": TWO}, {"order": RISING}, {"seq_len": 256},
-  )  # fmt: skip
-  for other in changes:
+  for other in ({"batch_size": 5}, {"order": TWO}, {"order": RISING}, {"seq_len": 256}):
     with pytest.raises(ValueError, match="was trained on other data"):
       parted(**other).row_of(position)
 
@@ -217,7 +168,7 @@ def test_a_position_is_one_in_the_same_steps(parted):
 def test_whole_rows_hold_short_ones_end_to_end(parted):
   """As the probe of a run without held-out text reads them."""
   ds = parted()
-  rows = ds.read_once(np.arange(ds.info.num_rows))
+  rows = all_rows(ds)
   assert rows["tokens"].shape == (ds.info.num_rows, 128)
   for row in range(ds.info.num_rows):
     short = ds.read(np.array([row]))
@@ -296,28 +247,29 @@ def test_a_text_that_cannot_be_parted_is_read_as_usual_and_that_is_said(write, c
     assert f"data.order={order} has no effect" in caplog.text
 
 
+def turns(asked, said, **more):
+  return {
+    "messages": [
+      {"role": "user", "content": asked}, {"role": "assistant", "content": said, **more}
+    ]
+  }  # fmt: skip
+
+
 def test_conversations_keep_whole_and_padding_is_said(write, config, caplog):
-  turns = lambda i, n: [
-    {"role": "user", "content": f"what {i}"},
-    {"role": "assistant", "content": "so it is " * n},
-  ]
-  chats = [{"messages": turns(i, 1 + 22 * (i % 16 == 0))} for i in range(200)]
-  path = write("c.jsonl", [*chats, {"messages": turns(0, 500)}])
-  ds, _ = open_data(
-    config(paths=(str(path),), format=PLAIN, seq_len=256, batch_size=2, order=TWO), 0
-  )
+  chats = [turns(f"what {i}", "so it is " * (1 + 22 * (i % 16 == 0))) for i in range(200)]
+  path = write("c.jsonl", [*chats, turns("what 0", "so it is " * 500)])
+  ds, _ = open_data(config(paths=(str(path),), **CHATS), 0)
   assert isinstance(ds, Buckets) and len(ds.info.parts) == 2
   assert ds.info.num_documents == 200 and ds.info.report["skipped"]
   assert all((part.packed.plan.begin == 0).all() for part in ds.info.parts.values())  # none is cut
-  assert not next(iter(audit(ds))).difference
+  assert_each_token_once(ds, ONE_HOST)
   assert 0 < ds.padding < 1 and f"{ds.padding:.1%} padding" in ds.info.in_words()
   assert ("are padding" in caplog.text) == (ds.padding > 0.1)
 
 
-def test_the_report_shows_the_lengths(parted, write, config):
+def test_the_report_shows_the_lengths(parted, config):
   ds = parted()
-  part = next(iter(ds.info.parts.values()))
-  path = part.packed.corpus._files[0].path
+  path = next(iter(ds.info.parts.values())).packed.corpus._files[0].path
   cfg = config(paths=(str(path),), seq_len=128, batch_size=BATCH, order=MIXED)
   found = overview(cfg, open_documents(cfg, 0.0))
   want = [
@@ -331,11 +283,7 @@ def test_the_report_shows_the_lengths(parted, write, config):
 
 def test_parts_of_which_nothing_is_left_are_refused(write, config):
   """Of conversations in two lengths none has a token in the loss."""
-  silent = lambda n: [
-    {"role": "user", "content": "what " * n},
-    {"role": "assistant", "content": "so", "weight": 0},
-  ]
-  path = write("c.jsonl", [{"messages": silent(1 + 40 * (i % 8 == 0))} for i in range(400)])
-  how = dict(paths=(str(path),), format=PLAIN, seq_len=256, batch_size=2, order=TWO)
+  silent = [turns("what " * (1 + 40 * (i % 8 == 0)), "so", weight=0) for i in range(400)]
+  path = write("c.jsonl", silent)
   with pytest.raises(ValueError, match=r"Nothing is left .* 400 without a token in the loss"):
-    open_data(config(**how), 0)
+    open_data(config(paths=(str(path),), **CHATS), 0)

@@ -10,10 +10,9 @@ import grain
 import numpy as np
 import psutil
 import pytest
+from loading import assert_same, batches_of
 
-from ats_jax.data.rows.loader import Batches, TrainBatches
-
-LENGTHS = [3, 30, 1, 7, 19, 12, 2, 2, 40, 5, 6, 11, 9, 14]
+from ats_jax.data.rows.loader import Batches
 
 
 def numbers(length):
@@ -29,7 +28,7 @@ def test_thread_reads_all_in_order_and_ends():
     assert list(batches) == []
 
 
-def test_closed_is_closed():
+def test_closed_is_closed_and_an_error_in_the_source_reaches_the_reader():
   batches = Batches(numbers(7), num_workers=0, prefetch=3)
   next(batches)
   batches.close()
@@ -37,8 +36,6 @@ def test_closed_is_closed():
   with pytest.raises(ValueError, match="closed"):
     next(batches)
 
-
-def test_an_error_in_the_source_reaches_the_reader():
   def read(k):
     if k == 2:
       raise ValueError("row 2 is bad")
@@ -61,25 +58,15 @@ def test_prefetch_is_bounded():
 
 
 def test_workers_give_what_a_thread_gives(numbered):
-  """Uneven shares lose nothing (grain#1129), and no process is left behind."""
-  ds = numbered(LENGTHS, seq_len=8)
-  position = {"row": 3, "data": ds.info.fingerprint}
+  ds = numbered([3, 30, 1, 7, 19, 12, 2, 2, 40, 5, 6, 11, 9, 14], seq_len=8)
+  how = dict(position={"row": 3, "data": ds.info.fingerprint}, accum=2, batch=6, local=[0, 2])
   before = multiprocessing.active_children()  # of other tests
-  read = dict(
-    position=position, accum_steps=2, batch_size=6, local_rows=np.array([0, 2]), prefetch=2
-  )
-  with (
-    TrainBatches(ds, num_workers=0, **read) as thread,
-    TrainBatches(ds, num_workers=2, **read) as workers,
-  ):
+  with batches_of(ds, **how) as thread, batches_of(ds, workers=2, **how) as workers:
     for _ in range(25):
       a, b = next(thread), next(workers)
-      assert a.keys() == b.keys()
-      for field in a:
-        assert type(b[field]) is np.ndarray and a[field].dtype == b[field].dtype
-        np.testing.assert_array_equal(a[field], b[field])
-  with Batches(numbers(7), num_workers=2, prefetch=2) as batches:
-    assert [int(b["k"][0]) for b in batches] == list(range(7))
+      assert all(type(x) is np.ndarray for x in b.values())
+      assert_same(a, b)
+      assert workers.position() == thread.position()  # whatever was read ahead
   assert multiprocessing.active_children() == before
 
 
@@ -145,12 +132,15 @@ def test_signals_to_the_group_and_death_of_the_parent(tmp_path):
 
 @pytest.mark.thorough
 def test_leaving_without_close_is_quick_and_quiet(tmp_path):
+  """And uneven shares lose nothing (grain#1129)."""
   script = tmp_path / "script.py"
   script.write_text(
     "import grain, numpy as np\n"
     "from ats_jax.data.rows.loader import Batches\n"
     "if __name__ == '__main__':\n"
-    "  data = grain.MapDataset.range(99).map(lambda k: {'k': np.array(k)})\n"
+    "  data = grain.MapDataset.range(7).map(lambda k: {'k': np.array(k)})\n"
+    "  with Batches(data, num_workers=2, prefetch=2) as batches:\n"
+    "    assert [int(b['k']) for b in batches] == list(range(7))\n"
     "  batches = Batches(data, num_workers=2, prefetch=1)\n"
     "  print(next(batches)['k'])\n"  # the second worker has not been asked yet
   )

@@ -6,13 +6,20 @@ import threading
 
 import numpy as np
 import pytest
+from loading import (
+  SEVERAL_HOSTS,
+  all_rows,
+  assert_each_token_once,
+  assert_same,
+  batches_of,
+  find_fault,
+  read,
+)  # fmt: skip
 
 from ats_jax.config.schema.filters import Exact
 from ats_jax.config.schema.mixture import Phase
 from ats_jax.config.schema.setting import Table
 from ats_jax.data.corpus.shards import DEFAULT_OPTIONS
-from ats_jax.data.look.audit import ReadingPhase, audit
-from ats_jax.data.rows.loader import TrainBatches
 from ats_jax.data.rows.mixture import Joined, Mixture
 from ats_jax.data.sources import by_size, mixture_phases, open_data, open_eval_sets
 from ats_jax.data.splits import open_datasets, prepare
@@ -43,41 +50,20 @@ def mixed(texts, config):
   return make
 
 
-def read(ds, count, *, position=None, local=None, batch=12):
-  """Batches, and the position behind them."""
-  local = np.arange(batch) if local is None else local
-  with TrainBatches(
-    ds, position=position, accum_steps=1, batch_size=batch, local_rows=local, num_workers=0,
-    prefetch=2,
-  ) as batches:  # fmt: skip
-    return [next(batches) for _ in range(count)], batches.position()
-
-
-def assert_same(a, b):
-  assert a.keys() == b.keys()
-  for name in a:
-    assert a[name].dtype == b[name].dtype
-    np.testing.assert_array_equal(a[name], b[name], err_msg=name)
-
-
 def test_rows_are_those_of_runs_on_one_source(mixed, texts, config):
   ds = mixed()
   batch = ds.read(np.arange(60))
   place = ds.schedule.find(np.arange(60))
   np.testing.assert_array_equal(batch.pop("source"), place.source[:, None].repeat(16, 1))
   for number, (path,) in enumerate(texts.values()):
-    cfg = config(paths=(path,), seq_len=16, packing="best_fit")
-    alone, _ = open_datasets(cfg, 0)
+    alone, _ = open_datasets(config(paths=(path,), seq_len=16, packing="best_fit"), 0)
     here = place.source == number
     assert_same({k: v[here] for k, v in batch.items()}, alone.read(place.row[here]))
 
 
-def test_shares_are_exact_on_every_prefix_however_uneven_the_sources(mixed):
-  for share in (3, 5, 7):
-    ds = mixed(Table(web=share / 10, code=(10 - share) / 10))
-    source = ds.read(np.arange(200))["source"][:, 0]
-    had = np.cumsum(source == 0)
-    assert np.abs(had - np.arange(1, 201) * share / 10).max() < 1
+def test_weights_become_exact_shares(mixed):
+  source = mixed(Table(web=0.3, code=0.7)).read(np.arange(200))["source"][:, 0]
+  assert np.abs(np.cumsum(source == 0) - np.arange(1, 201) * 0.3).max() < 1
 
 
 def test_phases_begin_at_their_step(mixed):
@@ -102,33 +88,20 @@ def test_epochs_as_a_length(config):
 )
 def test_temperature_over_sizes(config, temperature, parts):
   (stage,) = mixture_phases(config(temperature=temperature), {"a": 900, "b": 100})
-  total = sum(stage.parts)
-  np.testing.assert_allclose(np.array(stage.parts) / total, np.array(parts) / sum(parts), atol=1e-4)
+  shares = np.array(stage.parts) / sum(stage.parts)
+  np.testing.assert_allclose(shares, np.array(parts) / sum(parts), atol=1e-4)
+  assert by_size({"a": 10**9, "b": 1}, 1.0)["b"] == 1  # the smallest is not rounded away
 
 
-def test_the_smallest_source_is_not_rounded_away():
-  assert by_size({"a": 10**9, "b": 1}, 1.0)["b"] == 1
-
-
-@pytest.mark.parametrize("packing", ["concat", "best_fit"])
-def test_each_token_once_an_epoch_of_its_source_on_any_hosts(mixed, packing):
-  """Their number changes from 1 to 2, 3, 4, 7 and back; switches of phases are among the rows."""
-  ratios = (
+def test_each_token_once_an_epoch_of_its_source_on_any_hosts(mixed, monkeypatch):
+  """Their number changes, switches of phases are among the rows, and a fault would be seen."""
+  phases = (
     Phase(Table(web=3, code=1), steps=4),
     Phase(Table(talk=1, code=2), tokens=300),
     Phase(Table(web=4, code=1, talk=2)),
   )
-  ds = mixed(ratios, packing=packing)
-  hosts = ((1, 1), (2, 1), (3, 2), (4, 2), (7, 1), (1, 2))
-  phases = [ReadingPhase(n, accum, min(1.0, (i + 1) / 6)) for i, (n, accum) in enumerate(hosts)]
-  (result,) = audit(ds, scenarios={"1, 2, 3, 4, 7, 1 hosts": phases})
-  assert (result.difference, result.lost, result.repeated) == ("", 0, 0)
-  assert result.targets == ds.info.num_tokens and result.rows == ds.info.num_rows
-  assert result.batches > len(phases)
-
-
-def test_the_audit_of_a_mixture_sees_a_fault(mixed, monkeypatch):
-  ds = mixed()
+  ds = mixed(phases)
+  assert_each_token_once(ds)
   find = type(ds.schedule).find
 
   def off(self, rows):
@@ -136,65 +109,39 @@ def test_the_audit_of_a_mixture_sees_a_fault(mixed, monkeypatch):
     return place._replace(row=np.where(place.row == 5, 6, place.row))
 
   monkeypatch.setattr(type(ds.schedule), "find", off)
-  (result,) = audit(ds, scenarios={"1 host": (ReadingPhase(1, 1, 1.0),)})
+  result = find_fault(ds)
   assert result.lost and result.repeated and "came" in result.difference
 
 
 def test_a_source_that_never_ends_its_epoch_is_not_lost(mixed):
   ds = mixed((Phase(Table(web=1), steps=1), Phase(Table(code=1, talk=1))))
-  (result,) = audit(ds, scenarios={"2 hosts": (ReadingPhase(2, 1, 1.0),)})
+  result = find_fault(ds, SEVERAL_HOSTS)
   assert (result.difference, result.lost) == ("", 0)
   assert result.targets < ds.info.num_tokens
 
 
 def test_resume_in_the_middle_of_a_mixture_is_bit_equal(mixed):
-  """At any batch, also on other hosts, and across a switch of phases."""
+  """At any batch, also on other hosts, in a pickled copy, and across a switch of phases."""
   ds = mixed()
   whole, _ = read(ds, 6, batch=4)
-  for at in range(5):
+  for at, hosts in ((1, 3), (2, 1), (3, 1), (5, 2)):
     _, position = read(ds, at, batch=4)
-    rest, _ = read(mixed(), 6 - at, position=position, batch=4)
-    for got, want in zip(rest, whole[at:], strict=True):
-      assert_same(got, want)
-  _, position = read(ds, 1, batch=4)
-  parts = [
-    read(ds, 5, position=position, local=local, batch=4)[0]
-    for local in np.array_split(np.arange(4), 3)
-  ]
-  for got, want in zip(zip(*parts, strict=True), whole[1:], strict=True):
-    joined = {name: np.concatenate([p[name] for p in got], axis=1) for name in want}
-    assert_same(joined, want)
-
-
-def test_workers_get_the_same(mixed):
-  """They are given a pickle; `test_loader` runs some."""
-  ds = mixed()
-  copy = pickle.loads(pickle.dumps(ds))
-  assert_same(copy.read(np.arange(40)), ds.read(np.arange(40)))
-  assert copy.position(40) == ds.position(40)
+    copy = pickle.loads(pickle.dumps(ds))
+    assert_same(read(copy, 6 - at, position=position, batch=4, hosts=hosts)[0], whole[at:])
 
 
 class TestAnotherMixture:
   """Resumed with another ratio."""
 
-  def test_a_phase_that_is_appended(self, mixed):
+  @pytest.mark.parametrize("last", [Table(talk=1), Table(code=1)])
+  def test_a_phase_that_is_appended_or_changed_before_it_began(self, mixed, last):
     """Rows before the new phase stay what they were; the new one begins where it says."""
-    _, position = read(mixed(Table(web=1, code=1)), 3, batch=4)
-    longer = mixed((Phase(Table(web=1, code=1), steps=4), Phase(Table(talk=1))))
-    (fourth, fifth), _ = read(longer, 2, position=position, batch=4)
-    assert set(fourth["source"].flat) == {0, 1} and set(fifth["source"].flat) == {2}
-
-  def test_a_later_phase_may_change(self, mixed):
-    _, position = read(
-      mixed((Phase(Table(web=1, code=1), steps=4), Phase(Table(talk=1)))), 4, batch=4
-    )
-    batches, _ = read(
-      mixed((Phase(Table(web=1, code=1), steps=4), Phase(Table(code=1)))),
-      1,
-      position=position,
-      batch=4,
-    )
-    assert set(batches[0]["source"].flat) == {1}
+    first = Phase(Table(web=1, code=1), steps=4)
+    for before in (Table(web=1, code=1), (first, Phase(Table(talk=1)))):
+      _, position = read(mixed(before), 3, batch=4)
+      (fourth, fifth), _ = read(mixed((first, Phase(last))), 2, position=position, batch=4)
+      assert set(fourth["source"].flat) == {0, 1}
+      assert set(fifth["source"].flat) == {2 if "talk" in last else 1}
 
   @pytest.mark.parametrize(
     "other",
@@ -207,25 +154,21 @@ class TestAnotherMixture:
   def test_what_was_trained_on_must_stay(self, mixed, other):
     _, position = read(mixed(Table(web=1, code=1)), 3, batch=4)
     with pytest.raises(ValueError, match=r"phases: the first 12 rows .* append the new phase"):
-      read(mixed(other), 1, position=position, batch=4)
+      batches_of(mixed(other), position=position, batch=4)
 
   def test_other_text(self, mixed, write):
     _, position = read(mixed(), 1)
     write("code.jsonl", [{"text": "other " * 9}] * 9)
     with pytest.raises(ValueError, match="trained on other data"):
-      read(mixed(), 1, position=position)
+      batches_of(mixed(), position=position)
 
 
 def test_epochs_and_phases_are_said_and_counted(mixed, caplog):
   ds = mixed((Phase(Table(code=1), steps=5), Phase(Table(web=1, code=1))))
   sizes = {name: part.info.num_rows for name, part in ds.info.parts.items()}
-  caplog.set_level("INFO", "absl")
-  with TrainBatches(
-    ds, accum_steps=1, batch_size=4, local_rows=np.arange(4), num_workers=0, prefetch=2, tells=True
-  ) as batches:
-    for _ in range(9):
-      next(batches)
-  said = [r.getMessage() for r in caplog.records]
+  with caplog.at_level("INFO", "absl"):
+    read(ds, 9, batch=4, tells=True)
+  said = caplog.messages
   assert said.count("phase 2 of 2 of data.phases begins: web 50.0%, code 50.0%") == 1
   again = [text for text in said if text.startswith("source code: ")]
   rows = int(ds.schedule.counts(36)[1])
@@ -233,11 +176,8 @@ def test_epochs_and_phases_are_said_and_counted(mixed, caplog):
   assert again[0] == (
     f"source code: all of its {sizes['code']} rows have been read; its epoch 2 begins"
   )
-  assert ds.progress(36).passes == {
-    "web": 8 / sizes["web"],
-    "code": 28 / sizes["code"],
-    "talk": 0.0,
-  }
+  passes = {"web": 8 / sizes["web"], "code": 28 / sizes["code"], "talk": 0.0}
+  assert ds.progress(36).passes == passes
 
 
 def test_a_second_epoch_has_an_order_of_its_own(mixed):
@@ -249,15 +189,13 @@ def test_a_second_epoch_has_an_order_of_its_own(mixed):
   assert (first["targets"] != second["targets"]).any()
 
 
-def test_35_sources_take_no_more_threads_than_one(write, config):
-  entries = {f"s{i}": (str(write(f"s{i}.txt", f"text {i} " * 9)),) for i in range(35)}
+def test_many_sources_take_no_more_threads_than_one(write, config):
+  entries = {f"s{i}": (str(write(f"s{i}.txt", f"text {i} " * 9)),) for i in range(9)}
   counts = []
   for sources in (Table(s0=entries["s0"]), Table(entries)):
     ds, _ = open_data(config(sources=sources, seq_len=16, batch_size=4), 0)
     before = threading.active_count()
-    with TrainBatches(
-      ds, accum_steps=1, batch_size=4, local_rows=np.arange(4), num_workers=0, prefetch=2
-    ) as batches:
+    with batches_of(ds, batch=4) as batches:
       for _ in range(20):
         next(batches)
       counts.append(threading.active_count() - before)
@@ -287,21 +225,20 @@ def test_prepared_folders_as_sources(texts, config, tmp_path, mixed):
 
 
 class TestValidation:
-  def test_each_source_holds_out_its_own(self, texts, config):
-    cfg = config(sources=texts, seq_len=16, validation_fraction=0.2)
+  @pytest.fixture
+  def cfg(self, texts, config):
+    return config(sources=texts, seq_len=16, validation_fraction=0.2)
+
+  def test_each_source_holds_out_its_own(self, cfg):
     train, main = open_data(cfg, 0)
     assert isinstance(train, Mixture) and isinstance(main, Joined)
     sets = open_eval_sets(cfg, main)
     assert [s.name for s in sets] == ["", "web", "code", "talk"]
     assert sum(s.dataset.info.num_rows for s in sets[1:]) == main.info.num_rows
-    rows = main.read_once(range(main.info.num_rows))
-    own = [s.dataset.read_once(range(s.dataset.info.num_rows)) for s in sets[1:]]
+    rows, own = all_rows(main), [all_rows(s.dataset) for s in sets[1:]]
     joined = {name: np.concatenate([r[name] for r in own]) for name in rows}
-    order = lambda batch: np.lexsort(batch["targets"].T)
-    assert_same(
-      {name: x[order(rows)] for name, x in rows.items()},
-      {name: x[order(joined)] for name, x in joined.items()},
-    )
+    ordered = lambda batch: {n: x[np.lexsort(batch["targets"].T)] for n, x in batch.items()}
+    assert_same(ordered(rows), ordered(joined))
     for name, part in main.info.parts.items():
       overlap = set(part.packed.documents) & set(train.info.parts[name].packed.documents)
       assert not overlap and len(part.packed.documents)
@@ -310,20 +247,15 @@ class TestValidation:
     known = sum(s.dataset.info.bytes_per_token * s.dataset.info.num_tokens for s in sets[1:])
     assert main.info.bytes_per_token == pytest.approx(known / main.info.num_tokens)
 
-  def test_a_text_for_all(self, texts, config, write):
-    other = write("other.txt", "another text " * 9)
-    cfg = config(sources=texts, seq_len=16, validation_fraction=0.2, validation_paths=(str(other),))
-    train, main = open_data(cfg, 0)
-    assert [s.name for s in open_eval_sets(cfg, main)] == [""]
+  def test_a_text_for_all_and_a_name_twice(self, cfg, write):
+    other = (str(write("other.txt", "another text " * 9)),)
+    for_all = dataclasses.replace(cfg, validation_paths=other)
+    train, main = open_data(for_all, 0)
+    assert [s.name for s in open_eval_sets(for_all, main)] == [""]
     assert main.info.num_documents == 1 and train.info.num_documents == 122
-
-  def test_a_name_twice(self, texts, config, write):
-    other = write("other.txt", "another text " * 9)
-    cfg = config(
-      sources=texts, seq_len=16, validation_fraction=0.2, validation_sets=Table(web=(str(other),))
-    )
+    twice = dataclasses.replace(cfg, validation_sets=Table(web=other))
     with pytest.raises(ValueError, match=r"validation_sets: 'web' is what the source web"):
-      open_eval_sets(cfg, open_data(cfg, 0)[1])
+      open_eval_sets(twice, open_data(twice, 0)[1])
 
 
 def test_filters_judge_each_source(write, config):

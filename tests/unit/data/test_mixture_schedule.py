@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 
 from ats_jax.data.rows.schedule import MixturePhase, Schedule, even_order, random_order
 
-PARTS = st.lists(st.integers(0, 40), min_size=1, max_size=6).filter(any)
-
 
 @st.composite
 def turns(draw):
@@ -30,17 +28,15 @@ def most_off(order, parts):
   return Fraction(int(np.abs(of_source * sum(parts) - due).max()), sum(parts))
 
 
-@given(PARTS)
-@settings(deadline=None)
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=6).filter(any))
+@settings(max_examples=40)
 def test_shares_are_exact_to_less_than_a_row_on_every_prefix(parts):
   order = even_order(parts)
   assert np.bincount(order, minlength=len(parts)).tolist() == parts
   assert most_off(order, parts) < 1
 
 
-@pytest.mark.parametrize(
-  "parts", [(3, 7), (1, 1), (66, *[1] * 34), (9973, 1, 26), tuple(range(1, 36)), (1,)]
-)
+@pytest.mark.parametrize("parts", [(66, *[1] * 34), (9973, 1, 26), tuple(range(1, 36)), (1,)])
 def test_shares_of_uneven_sources(parts):
   """Among them many small ones, whose rows fall due together: largest-lag rules are off by more."""
   assert most_off(even_order(parts), parts) < 1
@@ -66,25 +62,12 @@ def test_a_random_order_is_as_random_as_coins():
   assert 10 < blocks.var() < 24  # 16 expected; 0 of turns
 
 
-@pytest.mark.parametrize("share", [3, 5, 7])
-def test_0_3_0_5_0_7(share):
-  place = Schedule([MixturePhase((share, 10 - share))]).find(np.arange(5000))
-  had = np.cumsum(place.source == 0)
-  assert np.abs(had - np.arange(1, 5001) * share / 10).max() < 1
-
-
-@given(turns(), st.integers(1, 400))
-@settings(deadline=None)
-def test_each_row_of_a_source_comes_once_and_in_order(found, rows):
-  place = found.find(np.arange(rows))
-  for source, count in enumerate(found.counts(rows)):
+@given(turns(), st.lists(st.integers(0, 10**12), min_size=1, max_size=8), st.integers(1, 400))
+@settings(max_examples=40)
+def test_each_row_of_a_source_comes_once_and_is_found_without_those_before_it(found, rows, first):
+  place = found.find(np.arange(first))
+  for source, count in enumerate(found.counts(first)):
     assert place.row[place.source == source].tolist() == list(range(count))
-
-
-@given(turns(), st.lists(st.integers(0, 10**12), min_size=1, max_size=8))
-@settings(deadline=None)
-def test_a_row_is_found_without_those_before_it(found, rows):
-  """The place of a row is one of as many rows of its source as come before it."""
   together = found.find(np.array(rows))
   for row, source, own in zip(rows, *together, strict=True):
     alone = found.find(np.array(row))
@@ -94,24 +77,8 @@ def test_a_row_is_found_without_those_before_it(found, rows):
     assert (behind - before).tolist() == [int(s == source) for s in range(len(before))]
 
 
-@given(turns(), st.integers(0, 300), st.data())
-@settings(deadline=None)
-def test_hosts_and_a_change_of_their_number_read_each_row_once(found, start, data):
-  """1, 2, 3, 4 and 7 hosts, by index, another number after each batch."""
-  seen = []
-  for batch in range(4):
-    hosts = data.draw(st.sampled_from([1, 2, 3, 4, 7]))
-    first = start + batch * 28
-    for slots in np.array_split(np.arange(28), hosts):
-      place = found.find(first + slots)
-      seen += zip(place.source.tolist(), place.row.tolist(), strict=True)
-  whole = found.find(np.arange(start, start + 4 * 28))
-  assert sorted(seen) == sorted(zip(whole.source.tolist(), whole.row.tolist(), strict=True))
-  assert len(set(seen)) == len(seen)
-
-
 @given(turns())
-@settings(deadline=None)
+@settings(max_examples=40)
 def test_an_appended_phase_changes_no_row_before_it(found):
   last = found.phases[-1]
   end = int(found.starts[-1]) + 50
@@ -122,14 +89,10 @@ def test_an_appended_phase_changes_no_row_before_it(found):
     np.testing.assert_array_equal(before, after)
 
 
-def test_phases_begin_at_their_row():
+def test_phases_begin_at_their_row_and_a_source_without_a_part_never_comes():
   found = Schedule([MixturePhase((1, 0), 10), MixturePhase((0, 1), 4), MixturePhase((1, 1))])
   assert found.find(np.arange(14)).source.tolist() == [0] * 10 + [1] * 4
   assert found.counts(14).tolist() == [10, 4] and found.counts(18).tolist() == [12, 6]
   assert found.phase(np.array([0, 9, 10, 13, 14, 10**9])).tolist() == [0, 0, 1, 1, 2, 2]
-
-
-def test_a_source_without_a_part_never_comes():
-  found = Schedule([MixturePhase((1, 2, 0), 9), MixturePhase((1, 0, 0))])
-  counts = found.counts(10**9)
+  counts = Schedule([MixturePhase((1, 2, 0), 9), MixturePhase((1, 0, 0))]).counts(10**9)
   assert counts[0] > 10**8 and counts[1:].tolist() == [6, 0]
