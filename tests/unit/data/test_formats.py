@@ -10,6 +10,7 @@ import sys
 
 import numpy as np
 import pytest
+from loading import documents
 
 from ats_jax.data.splits import open_split
 from ats_jax.data.text.formats import extra, opening, records
@@ -18,13 +19,8 @@ from ats_jax.data.text.source import find_files, read_pieces
 from ats_jax.data.tokens.tokenizer import ByteTokenizer
 
 TEXTS = [
-  "plain",
-  "é 漢字 🙂\u200d Ω\n",
-  "a\x00b",
-  "\ufeffmark",
-  "x" * 300_000 + "é",
-  "tab\tand\r\n",
-]
+  "plain", "é 漢字 🙂\u200d Ω\n", "a\x00b", "\ufeffmark", "x" * 300_000 + "é", "tab\tand\r\n",
+]  # fmt: skip
 
 
 def zstd():
@@ -36,11 +32,8 @@ def zstd_with_checksum(raw: bytes) -> bytes:
 
 
 def texts(path, config, **changes):
-  ds = open_split(config(seq_len=8, **changes), 0, (str(path),), ByteTokenizer())
-  found = [
-    ds.info.tokenizer.decode(ds.packed.corpus.tokens(d, 0, 10**9))
-    for d in range(len(ds.packed.corpus))
-  ]
+  ds = open_split(config(seq_len=64, **changes), 0, (str(path),), ByteTokenizer())
+  found = [documents(ds)[ds.packed.corpus.name(d)] for d in range(len(ds.packed.corpus))]
   balance = ds.packed.corpus.report["balance"]
   assert balance["records"] == balance["documents"] + balance["dropped"]
   assert balance["documents"] == len(found)
@@ -77,7 +70,7 @@ class TestCompressed:
     assert found == [*TEXTS, "é one document\n"]
     assert ds.packed.corpus.name(0) == f"a.jsonl{suffix}:1"
 
-  @pytest.mark.parametrize("suffix", [*PACK, pytest.param(".zst", marks=pytest.mark.formats)])
+  @pytest.mark.parametrize("suffix", [".gz", pytest.param(".zst", marks=pytest.mark.formats)])
   @pytest.mark.parametrize("damage", ["cut", "flip", "other", "empty"])
   def test_damaged(self, write, config, suffix, damage):
     pack = PACK.get(suffix) or zstd_with_checksum
@@ -99,19 +92,17 @@ class TestCompressed:
       assert damage == "flip" or report.malformed.total() == 1  # flipped bytes may be lines too
     assert report.records == len(joined) + 1 + report.dropped
 
-  @pytest.mark.parametrize("name", ["a.npy.gz", "a.parquet.gz", "a.bin.zst"])
-  def test_what_is_read_from_anywhere_is_not_compressed(self, write, name):
-    with pytest.raises(ValueError, match="is compressed, which only text and JSON lines may be"):
+  @pytest.mark.parametrize(
+    ("name", "message"),
+    [
+      ("a.npy.gz", "is compressed, which only text and JSON lines may be"),
+      ("a.parquet.gz", "is compressed, which only text and JSON lines may be"),
+      ("a.gz", r"a\.gz' has a suffix that says nothing"),
+    ],
+  )
+  def test_what_is_read_from_anywhere_is_not_compressed(self, write, name, message):
+    with pytest.raises(ValueError, match=message):
       read(write(name, b"x"))
-
-  def test_an_archive_of_what_nobody_knows(self, write):
-    with pytest.raises(ValueError, match=r"a\.gz' has a suffix that says nothing"):
-      read(write("a.gz", b"x"))
-
-
-def test_json_lines_of_any_field(write, config):
-  path = write("a.ndjson", [{"content": text, "n": i} for i, text in enumerate(TEXTS)])
-  assert texts(path, config, format={"text_field": "content"})[0] == TEXTS
 
 
 def test_array_record(tmp_path, config):
@@ -137,16 +128,6 @@ def test_array_record(tmp_path, config):
     assert not joined and report.malformed == {"unreadable": 1}, report
 
 
-@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
-def test_token_files(tmp_path, config, dtype):
-  ids = np.array([x for text in TEXTS for x in [*text.encode(), ByteTokenizer.eos_id]], dtype)
-  np.save(tmp_path / "a.npy", ids)
-  assert texts(tmp_path / "a.npy", config)[0] == TEXTS
-  if dtype == "uint16":
-    ids.tofile(tmp_path / "a.bin")
-    assert texts(tmp_path / "a.bin", config)[0] == TEXTS
-
-
 @pytest.mark.formats
 class TestTables:
   @pytest.fixture
@@ -157,15 +138,13 @@ class TestTables:
   def table(self, pa):
     return pa.table({"n": range(len(TEXTS)), "text": TEXTS})
 
-  @pytest.mark.parametrize("kind", ["string", "large_string", "dictionary", "string_view"])
-  @pytest.mark.parametrize("codec", ["none", "snappy", "zstd"])
+  @pytest.mark.parametrize(
+    ("kind", "codec"), [("string", "zstd"), ("large_string", "none"), ("dictionary", "snappy")]
+  )
   def test_parquet(self, pa, table, tmp_path, config, codec, kind):
     parquet = importlib.import_module("pyarrow.parquet")
-    types = {
-      "dictionary": pa.dictionary(pa.int32(), pa.string()), "string": pa.string(),
-      "large_string": pa.large_string(), "string_view": pa.string(),
-    }  # fmt: skip
-    table = table.set_column(1, "text", table["text"].cast(types[kind]))
+    own = pa.dictionary(pa.int32(), pa.string()) if kind == "dictionary" else getattr(pa, kind)()
+    table = table.set_column(1, "text", table["text"].cast(own))
     parquet.write_table(table, tmp_path / "a.parquet", compression=codec, row_group_size=2)
     found, ds = texts(tmp_path / "a.parquet", config)
     assert found == TEXTS and ds.packed.corpus.name(3) == "a.parquet:4"
@@ -199,8 +178,7 @@ class TestTables:
     (said,) = report.first
     assert "other.parquet:1: no field 'text' (it has 'content', 'n'" in said
 
-  @pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
-  @pytest.mark.parametrize("share", [0.0, 0.3, 0.9])
+  @pytest.mark.parametrize(("name", "share"), [("a.parquet", 0.9), ("a.arrow", 0.3)])
   def test_cut_off(self, pa, tmp_path, name, share):
     table = pa.table({"text": [os.urandom(50).hex() for _ in range(3000)]})
     path = tmp_path / name
@@ -297,10 +275,10 @@ class TestSize:
 
   @pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])
   @pytest.mark.thorough
-  def test_one_line_of_300_mb_takes_little_memory(self, tmp_path, name):
+  def test_one_line_of_100_mb_takes_little_memory(self, tmp_path, name):
     with open(tmp_path / name, "wb") as file:
       file.write(b'{"text": "' if name == "a.jsonl" else b"")
-      for _ in range(300):
+      for _ in range(100):
         file.write("é".encode() * 500_000)
       file.write(b'"}\n{"text": "next"}\n' if name == "a.jsonl" else b"")
     code = f"""
@@ -316,18 +294,18 @@ print(size, report.records, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss -
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     size, count, memory = map(int, done.stdout.split())
-    assert (size, count) == ((4, 2) if name == "a.jsonl" else (150_000_000, 1))
-    assert memory < 250_000  # KiB
+    assert (size, count) == ((4, 2) if name == "a.jsonl" else (50_000_000, 1))
+    assert memory < 90_000  # KiB
 
-  def test_ten_thousand_files_of_one_line(self, tmp_path, config):
+  def test_more_files_than_may_be_open(self, tmp_path, config):
     folder = tmp_path / "d"
     folder.mkdir()
-    for i in range(10_000):
+    for i in range(2000):
       (folder / f"{i}.txt").write_text(f"line {i}\n")
     os.mkfifo(folder / "pipe.txt")
     (folder / "gone.txt").symlink_to(tmp_path / "nothing")
     found, ds = texts(folder, config)
-    assert len(found) == 10_000
+    assert len(found) == 2000
     assert ds.info.report["malformed"] == {"not a regular file": 1, "unreadable": 1}
 
 

@@ -1,18 +1,14 @@
 """Filters on conversations: judged by all that is said, dropped whole, counted and named."""
 
-import dataclasses
 import json
 
 import pytest
+from loading import documents
 
 from ats_jax.config.schema.filters import Exact, Near, Repetition
-from ats_jax.config.schema.setting import Table
 from ats_jax.config.schema.text_format import Chat
 from ats_jax.data.corpus.shards import TokeniseOptions
-from ats_jax.data.filters import sift
-from ats_jax.data.look.audit import audit
-from ats_jax.data.sources import open_data
-from ats_jax.data.splits import open_documents, prepare
+from ats_jax.data.splits import open_datasets, open_documents, prepare
 
 
 def record(*said):
@@ -45,65 +41,28 @@ def lines(corpus):
   return sorted(int(corpus.name(d).split(":")[1]) for d in range(len(corpus)))
 
 
-def test_copies_are_dropped_whole_and_counts_add_up(chats):
+def test_copies_are_dropped_whole_and_counts_add_up(chats, tmp_path):
   opened = open_documents(chats(), 0.0)
-  assert opened.corpus.report["balance"] == {"records": 35, "documents": 32, "dropped": 3}
-  assert opened.corpus.report["filtered"] == {"exact": 2}
-  kept = lines(opened.corpus)
+  corpus = opened.corpus
+  assert corpus.report["balance"] == {"records": 35, "documents": 32, "dropped": 3}
+  assert corpus.report["filtered"] == {"exact": 2}
+  kept = lines(corpus)
   assert {34, 35} <= set(kept) and 31 not in kept
   assert len({4, 32} & set(kept)) == len({6, 33} & set(kept)) == 1
-  named = (opened.corpus.folder.path / "report.txt").read_text()
+  named = (corpus.folder.path / "report.txt").read_text()
   assert named.count("chats.jsonl:") == 3 and "exact" in named
   samples = json.loads((opened.sifted.path / "samples.json").read_text())
   (twin,) = (s for s in samples if s["reason"] == "exact" and "3" in s["text"])
   assert twin["text"].lower().split() == twin["kept_text"].lower().split()
-
-
-def test_what_is_kept_is_as_without_filters(chats):
-  kept = open_documents(chats(), 0.0).corpus
-  whole = open_documents(chats(filters=()), 0.0).corpus
+  whole = open_documents(chats(filters=()), 0.0).corpus  # what is kept is as without filters
   of_line = {whole.name(d): d for d in range(len(whole))}
-  for d in range(len(kept)):
-    other, length = of_line[kept.name(d)], int(kept.length[d])
-    assert kept.tokens(d, 0, length).tolist() == whole.tokens(other, 0, length + 1).tolist()
-    assert kept.codes(d, 0, length).tolist() == whole.codes(other, 0, length + 1).tolist()
-
-
-def test_a_kill_and_processes_change_nothing(chats, tmp_path, monkeypatch):
-  monkeypatch.setattr(sift, "_BATCH_CHARS", 300)
-  monkeypatch.setattr("ats_jax.data.filters.parts.PART_CHARS", 400)
-  alone = open_documents(chats(), 0.0)
-  calls = []
-  judge = sift.Judge.__call__
-
-  def stops(self, documents):
-    calls.append(1)
-    if len(calls) == 3:
-      raise KeyboardInterrupt
-    return judge(self, documents)
-
-  cfg = chats(cache_dir=str(tmp_path / "other"))
-  with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-    patch.setattr(sift.Judge, "__call__", stops)
-    open_documents(cfg, 0.0)
-  assert lines(open_documents(cfg, 0.0).corpus) == lines(alone.corpus)
-  made = prepare(chats(), tmp_path / "out", TokeniseOptions(2))
-  assert lines(made.corpus) == lines(alone.corpus)
-  train, _ = open_data(dataclasses.replace(chats(), paths=(str(tmp_path / "out"),)), 0)
-  assert train.info.num_documents == 32
-
-
-def test_in_a_mixture_with_text_each_token_comes_once(chats, write):
-  text = write("base.jsonl", [{"text": f"text {i % 20}"} for i in range(25)])
-  sources = Table(base=(str(text),), chat=chats().paths)
-  mixed = dict(sources=sources, format=Chat(sources=("chat",)), mixture=Table(base=1, chat=2))
-  cfg = chats(paths=(), packing="best_fit", **mixed)
-  ds, _ = open_data(cfg, 0)
-  assert {name: part.info.num_documents for name, part in ds.info.parts.items()} == {
-    "base": 20,
-    "chat": 32,
-  }
-  assert not [result for result in audit(ds) if result.difference]
+  for d in range(len(corpus)):
+    other, length = of_line[corpus.name(d)], int(corpus.length[d])
+    assert corpus.tokens(d, 0, length).tolist() == whole.tokens(other, 0, length + 1).tolist()
+    assert corpus.codes(d, 0, length).tolist() == whole.codes(other, 0, length + 1).tolist()
+  prepare(chats(), tmp_path / "out", TokeniseOptions(0))
+  train, _ = open_datasets(chats(paths=(str(tmp_path / "out"),)), 0)
+  assert documents(train) == documents(open_datasets(chats(), 0)[0])
 
 
 @pytest.mark.filters
