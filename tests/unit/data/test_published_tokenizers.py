@@ -34,14 +34,7 @@ WORDS = [
   "\n",
   "\r\n",
   "\t",
-  "a",
-  "aaa",
-  "'ll",
-  "é",
-  "e\u0301",
-  "漢字",
-  "🙂\u200d",
-  "1",
+  *["a", "aaa", "'ll", "é", "é", "漢字", "🙂\u200d", "1"],
 ]
 ANY_TEXT = st.text(max_size=60) | st.lists(st.sampled_from(WORDS), max_size=12).map("".join)
 ODD = "\x00\ufffd\u2028 \ufeff\u00a0\u3000\x85\U0010ffff"
@@ -79,15 +72,9 @@ def rank_file(path, tokens):
 
 
 @functools.lru_cache(maxsize=8)
-def _converted(tokens: tuple[bytes, ...], pattern: str) -> tokenizers.Tokenizer:
-  encoding = tiktoken_file.Encoding(pattern, {})
-  return tokenizers.Tokenizer.from_str(
-    json.dumps(tiktoken_file.converted(rank_lines(tokens), encoding))
-  )
-
-
-def converted(tokens, pattern: str) -> tokenizers.Tokenizer:
-  return _converted(tuple(tokens), pattern)
+def converted(tokens: tuple[bytes, ...], pattern: str) -> tokenizers.Tokenizer:
+  spec = tiktoken_file.converted(rank_lines(tokens), tiktoken_file.Encoding(pattern, {}))
+  return tokenizers.Tokenizer.from_str(json.dumps(spec))
 
 
 def spm_file(path, **settings):
@@ -150,7 +137,7 @@ def tokenizer(file):
 
 @given(ANY_TEXT)
 @example(ODD)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=60)
 def test_round_trip_and_no_special_id(tokenizer, file, text):
   if file.suffix == ".model":
     text = text.replace("▁", "_")  # which SentencePiece itself takes for a space
@@ -165,12 +152,9 @@ def test_round_trip_and_no_special_id(tokenizer, file, text):
   assert "".join([stream.push(i) for i in ids]) + stream.finish() == text
 
 
-def test_every_byte_has_an_id(tokenizer):
+def test_every_byte_has_an_id_and_a_lone_surrogate_is_refused(tokenizer):
   for text in ("".join(map(chr, range(0x250))).replace("▁", ""), "\U0001f600\u0f00\u1680"):
     assert tokenizer.decode(tokenizer.encode(text)) == text
-
-
-def test_a_lone_surrogate_is_refused(tokenizer):
   with pytest.raises(ValueError, match="surrogate"):
     tokenizer.encode("\ud800")
 
@@ -208,24 +192,25 @@ def publisher(request, ranks):
 
 class TestTiktoken:
   @given(ANY_TEXT)
-  @settings(max_examples=300, deadline=None)
-  def test_ids_are_those_of_the_bpe_that_made_the_ranks(self, own_ranks, maker, text):
-    assert build(own_ranks).encode(text) == maker[0].encode(text).ids
+  @settings(max_examples=60)
+  def test_ids_are_those_of_the_bpe_that_made_the_ranks(self, ranks, maker, text):
+    ours = converted(tuple(ranks), tiktoken_file._CL100K)
+    assert ours.encode(text, add_special_tokens=False).ids == maker[0].encode(text).ids
 
   @pytest.mark.formats
   @given(ANY_TEXT)
   @example(ODD)
-  @settings(max_examples=500, deadline=None)
+  @settings(max_examples=200)
   def test_ids_are_those_of_tiktoken(self, publisher, ranks, text):
     name, encoding, special = publisher
     known = tiktoken_file.ENCODINGS[name]
     assert known.special == special
-    ours = converted(ranks, known.pattern)
+    ours = converted(tuple(ranks), known.pattern)
     assert ours.encode(text, add_special_tokens=False).ids == encoding.encode_ordinary(text)
 
   @pytest.mark.formats
   @given(st.text("abc", max_size=30), st.randoms(use_true_random=False))
-  @settings(max_examples=300, deadline=None)
+  @settings(max_examples=100)
   def test_any_ranks_give_the_ids_of_tiktoken(self, text, random):
     tiktoken = pytest.importorskip("tiktoken")
     tokens = {bytes(random.choices(b"abc", k=random.randint(2, 5))) for _ in range(25)}
@@ -244,25 +229,19 @@ class TestTiktoken:
     assert tokenizer.token_id(f"<|unused_{n}|>") == n
     assert tokenizer.pad_id == tokenizer.vocab_size - 1 == n + 6
 
-  @pytest.mark.parametrize(
-    ("raw", "said"),
-    [
-      (b"", "no rank for the byte 0"),
-      (b"IQ== 0\n!! 1\n", "line 2 is not a token in base64 and its rank"),
-      (b"IQ==\n", "line 1 is not a token"),
-    ],
-  )
-  def test_damaged(self, tmp_path, raw, said):
-    (tmp_path / "cl100k_base.tiktoken").write_bytes(raw)
-    with pytest.raises(ValueError, match=rf"is not a rank file of tiktoken: .*{said}"):
-      build(tmp_path / "cl100k_base.tiktoken")
-
-  def test_another_file_of_a_known_name(self, tmp_path, ranks):
+  def test_what_is_refused(self, tmp_path, ranks):
+    path = tmp_path / "cl100k_base.tiktoken"
+    for raw, said in {
+      b"": "no rank for the byte 0",
+      b"IQ== 0\n!! 1\n": "line 2 is not a token in base64 and its rank",
+      b"IQ==\n": "line 1 is not a token",
+    }.items():
+      path.write_bytes(raw)
+      with pytest.raises(ValueError, match=rf"is not a rank file of tiktoken: .*{said}"):
+        build(path)
     path = rank_file(tmp_path / "o200k_base.tiktoken", ranks)
     with pytest.raises(ValueError, match=rf"has {len(ranks)} ranks, and that encoding has 199,998"):
       build(path)
-
-  def test_unknown_name_and_a_pattern_that_is_none(self, tmp_path, ranks):
     path = rank_file(tmp_path / "mine.tiktoken", ranks)
     with pytest.raises(ValueError, match=r"is known of r50k_base, .* into .*mine\.pattern"):
       build(path)
@@ -284,7 +263,7 @@ class TestSentencePiece:
     assert tokenizer.token_id("<|im_end|>") == mark
 
   @given(ANY_TEXT)
-  @settings(max_examples=200, deadline=None)
+  @settings(max_examples=100)
   def test_ids_are_those_of_the_library(self, tokenizer, file, text):
     spm = pytest.importorskip("sentencepiece")
     if file.suffix == ".model" and not any(mark in text for mark in MARKS):
@@ -297,16 +276,10 @@ class TestSentencePiece:
       tokenizer = build(spm_file(tmp_path / "a.model", **changes))
     assert "changes text by its own normaliser" in caplog.text and "a b çé" in caplog.text
 
-    @given(ANY_TEXT)
-    @settings(max_examples=200, deadline=None)
-    def once_changed_it_is_kept(text):
-      changed = tokenizer.decode(tokenizer.encode(text))
-      assert tokenizer.decode(tokenizer.encode(changed)) == changed
-
-    once_changed_it_is_kept()
-    for text in ("ａ① ﬁ", "x  y ", "Å"):
+    for text in ("ａ① ﬁ", "x  y ", "Å", TEXT[1], TEXT[3]):
       kept = " ".join(unicodedata.normalize("NFKC", text).split())
       assert tokenizer.decode(tokenizer.encode(text)) == kept
+      assert tokenizer.decode(tokenizer.encode(kept)) == kept  # once changed
 
   def test_special_pieces(self, tmp_path):
     file = spm_file(tmp_path / "a.model", pad_id=3, user_defined_symbols=["<turn>"])
@@ -322,12 +295,10 @@ class TestSentencePiece:
     assert tokenizer.token_id("no piece") is None
     assert tokenizer.decode([425, *tokenizer.encode("é"), 424]) == "é"
 
-  def test_no_pieces_for_bytes(self, tmp_path):
+  def test_what_is_refused(self, tmp_path, ranks):
     file = spm_file(tmp_path / "a.model", byte_fallback=False, vocab_size=150)
     with pytest.raises(ValueError, match=r"no pieces for bytes, .* Train it with --byte_fallback"):
       build(file)
-
-  def test_damaged_and_another_kind(self, tmp_path, ranks):
     path = spm_file(tmp_path / "a.model")
     path.write_bytes(path.read_bytes()[:999])
     with pytest.raises(ValueError, match="is not a model of SentencePiece: "):

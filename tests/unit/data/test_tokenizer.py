@@ -12,7 +12,7 @@ import pytest
 import tokenizers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from ats_jax.config.schema import DataConfig
 from ats_jax.data.tokens import tokenizer as lib
@@ -23,8 +23,8 @@ TEXT = ["def f(x):\n  return x + 1\n", "la forêt, 漢字 and 🙂🙃\n" * 20, 
 SPECIAL_WORDS = ["<|eos|>", "</s>", "<s>", "<|endoftext|>", "<pad>", "[PAD]", "<|bos|>"]
 
 
-def bpe(vocab_size=400):
-  return build_tokenizer(DataConfig(bpe_vocab_size=vocab_size), lambda: TEXT)
+def bpe(vocab_size=400, texts=lambda: TEXT, **changes):
+  return build_tokenizer(DataConfig(bpe_vocab_size=vocab_size, **changes), texts)
 
 
 def tokenizer_json(special=("<s>", "</s>"), **extra) -> str:
@@ -47,13 +47,19 @@ def tokenizer_json(special=("<s>", "</s>"), **extra) -> str:
 
 @pytest.fixture(scope="module", params=["bytes", "bpe", "file"])
 def tokenizer(request, tmp_path_factory):
-  if request.param == "bytes":
-    return ByteTokenizer()
-  if request.param == "bpe":
-    return bpe()
+  if request.param != "file":
+    return bpe(tokenizer=request.param)
   path = tmp_path_factory.mktemp("tok") / "tokenizer.json"
   path.write_text(tokenizer_json())
-  return build_tokenizer(DataConfig(tokenizer=str(path)), lambda: [])
+  return bpe(tokenizer=str(path))
+
+
+@pytest.fixture(scope="module")
+def loaded(tokenizer, tmp_path_factory):
+  """The same from its file in a workdir."""
+  path = tmp_path_factory.mktemp("workdir") / "tokenizer.json"
+  save_tokenizer(tokenizer, path)
+  return load_tokenizer(path)
 
 
 ANY_TEXT = st.text(max_size=60) | st.lists(
@@ -63,10 +69,11 @@ ANY_TEXT = st.text(max_size=60) | st.lists(
 
 @given(ANY_TEXT)
 @example("\x00\ufffd\u2028 \ufeff\U0010ffff")
-@settings(max_examples=150, deadline=None)
-def test_round_trip_and_no_special_id(tokenizer, text):
+@settings(max_examples=60)
+def test_round_trip_and_no_special_id(tokenizer, loaded, text):
   ids = tokenizer.encode(text)
-  assert tokenizer.decode(ids) == text
+  assert tokenizer.decode(ids) == loaded.decode(ids) == text
+  assert loaded.encode(text) == ids
   special = {tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id}
   assert not special.intersection(ids)
   assert all(0 <= i < tokenizer.vocab_size for i in ids)
@@ -76,7 +83,7 @@ def test_round_trip_and_no_special_id(tokenizer, text):
 
 
 @given(st.lists(st.integers(0, 255), max_size=40), ANY_TEXT)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60)
 def test_stream_joins_to_decode_and_never_shows_half_a_character(tokenizer, raw, text):
   for ids in ([i % tokenizer.vocab_size for i in raw], tokenizer.encode(text)):
     stream = StreamDecoder(tokenizer)
@@ -117,8 +124,7 @@ def test_bpe_size_and_repeated_training():
   a, b = bpe(), bpe()
   assert 300 < a.vocab_size <= 400
   assert a.fingerprint == b.fingerprint and a.to_json() == b.to_json()
-  assert build_tokenizer(DataConfig(bpe_vocab_size=300), lambda: TEXT).vocab_size == 300
-  assert bpe(300).fingerprint != a.fingerprint
+  assert bpe(300).vocab_size == 300 and bpe(300).fingerprint != a.fingerprint
   assert len(a.encode(TEXT[1])) < len(TEXT[1].encode()) / 2
 
 
@@ -131,7 +137,7 @@ def test_bpe_of_ordinary_text_is_the_library_s_own():
   alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
   trainer = trainers.BpeTrainer(vocab_size=997, initial_alphabet=alphabet, show_progress=False)
   plain.train_from_iterator(sample, trainer)
-  ours = build_tokenizer(DataConfig(bpe_vocab_size=1000), lambda: sample)
+  ours = bpe(1000, lambda: sample)
   assert json.loads(ours.to_json()) == json.loads(plain.to_str())
 
 
@@ -141,7 +147,7 @@ from ats_jax.config.schema import DataConfig
 from ats_jax.data.tokens.tokenizer import build_tokenizer
 
 logging.set_verbosity(logging.INFO)
-text = "x" * 4_000_000
+text = "x" * 1_000_000
 tokenizer = build_tokenizer(DataConfig(), lambda: [text])
 ids = tokenizer.encode(text)
 assert tokenizer.decode(ids) == text
@@ -151,11 +157,11 @@ print(len(ids))
 
 @pytest.mark.thorough
 def test_bpe_of_one_unbroken_word_ends_and_says_that_it_trains():
-  """Without cuts in long words it would take hours."""
+  """Without cuts in long words it would take very long."""
   command = [sys.executable, "-c", LONG_WORDS]
-  result = subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
-  assert "Training a BPE of 2048 ids on 4.0 MB of text" in result.stderr
-  assert int(result.stdout) < 20_000
+  result = subprocess.run(command, check=True, capture_output=True, text=True, timeout=200)
+  assert "Training a BPE of 2048 ids on 1.0 MB of text" in result.stderr
+  assert int(result.stdout) < 5000
 
 
 def test_long_words_of_the_sample_are_cut_between_characters():
@@ -173,9 +179,7 @@ def test_bpe_reads_a_bounded_sample(monkeypatch):
   monkeypatch.setattr(lib, "BPE_SAMPLE_BYTES", 1000)
   monkeypatch.setattr(lib, "_BYTES_PER_ID", 1)
   taken = itertools.count()
-  build_tokenizer(
-    DataConfig(bpe_vocab_size=300), lambda: (f"{next(taken):0100d}" for _ in range(99))
-  )
+  bpe(300, lambda: (f"{next(taken):0100d}" for _ in range(99)))
   assert next(taken) == 10
 
 
@@ -193,26 +197,50 @@ def test_bpe_is_cached_by_what_it_was_trained_on(tmp_path):
   build_tokenizer(cfg, texts, corpus_fingerprint="b")
   assert len(calls) == 2
 
-
-def test_no_text_to_train_on():
   with pytest.raises(ValueError, match="no text to train a BPE"):
     build_tokenizer(DataConfig(), lambda: [])
 
 
-def test_pickle_and_workdir_file_keep_the_ids(tokenizer, tmp_path):
-  save_tokenizer(tokenizer, tmp_path / "t.json")
-  text = "</s> é <s>"
-  for copy in (pickle.loads(pickle.dumps(tokenizer)), load_tokenizer(tmp_path / "t.json")):
-    assert copy.encode(text) == tokenizer.encode(text)
-    assert copy.fingerprint == tokenizer.fingerprint
+def test_pickle_and_workdir_file_keep_all(tokenizer, loaded, tmp_path):
+  for copy in (pickle.loads(pickle.dumps(tokenizer)), loaded):
+    assert type(copy) is type(tokenizer)
+    assert copy.encode("</s> é <s>") == tokenizer.encode("</s> é <s>")
+    for name in ("vocab_size", "bos_id", "eos_id", "pad_id", "fingerprint"):
+      assert getattr(copy, name) == getattr(tokenizer, name), name
+    save_tokenizer(copy, tmp_path / "again.json")
+    save_tokenizer(tokenizer, tmp_path / "t.json")
+    assert (tmp_path / "again.json").read_bytes() == (tmp_path / "t.json").read_bytes()
+  # Plain JSON in UTF-8, so that a person or another program can look into it.
+  fields = json.loads((tmp_path / "t.json").read_text(encoding="utf-8"))
+  if fields["kind"] == "tokenizers":
+    assert fields["vocab_size"] == tokenizer.vocab_size
+    assert fields["tokenizer"]["model"]["vocab"]
+
+
+IDS = {"bos_id": 1, "eos_id": 2, "pad_id": 3, "vocab_size": 4}
+NO_TOKENIZERS = [b"", b'{"kind": ', b"\xff", b"[1]", b"3", b"null", b"{}", b'{"kind": "other"}']
+NO_TOKENIZERS += [
+  json.dumps({"kind": "tokenizers", **ids, "tokenizer": tokenizer}).encode()
+  for ids, tokenizer in ((IDS, [1]), (IDS, {}), ({**IDS, "bos_id": []}, {}))
+]
+
+
+@pytest.mark.parametrize("content", [None, *NO_TOKENIZERS])
+def test_a_workdir_file_that_is_missing_or_damaged(tmp_path, content):
+  path = tmp_path / "tokenizer.json"
+  if content is not None:
+    path.write_bytes(content)
+  with pytest.raises(ValueError, match=rf"{path}, cannot be read: .*Training writes it"):
+    load_tokenizer(path)
 
 
 class TestFile:
   def build(self, tmp_path, text, config=None):
     (tmp_path / "tokenizer.json").write_text(text)
     if config is not None:
-      (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    return build_tokenizer(DataConfig(tokenizer=str(tmp_path / "tokenizer.json")), lambda: [])
+      text = config if isinstance(config, str) else json.dumps(config)
+      (tmp_path / "tokenizer_config.json").write_text(text)
+    return bpe(tokenizer=str(tmp_path / "tokenizer.json"))
 
   def test_known_names_are_used_and_missing_ones_added(self, tmp_path):
     text = tokenizer_json()
@@ -229,10 +257,6 @@ class TestFile:
     assert tokenizer.eos_id == tokenizers.Tokenizer.from_str(text).token_to_id("<|x|>")
     assert tokenizer.decode(tokenizer.encode("a<|x|>b")) == "a<|x|>b"
 
-  def test_config_of_another_tokenizer(self, tmp_path):
-    with pytest.raises(ValueError, match="eos_token is '<nope>'"):
-      self.build(tmp_path, tokenizer_json(), {"eos_token": "<nope>"})
-
   def test_a_token_not_marked_special_is_still_no_text(self, tmp_path):
     spec = json.loads(tokenizer_json())
     for token in spec["added_tokens"]:
@@ -247,12 +271,12 @@ class TestFile:
       self.build(tmp_path, inner.to_str())
 
   def test_lossy(self, tmp_path):
-    inner = tokenizers.Tokenizer.from_str(tokenizer_json())
-    inner.normalizer = normalizers.Lowercase()
-    lossy = json.loads(inner.to_str())
-    lossy["normalizer"] = {"type": "Strip", "strip_left": True, "strip_right": True}
-    with pytest.raises(ValueError, match="not lossless"):
-      self.build(tmp_path, json.dumps(lossy))
+    strip = {"type": "Strip", "strip_left": True, "strip_right": True}
+    lossy = tokenizer_json(normalizer=strip)
+    no_token = '{"model": {"type": "BPE", "vocab": {}, "merges": []}}'
+    for text in (lossy, no_token):
+      with pytest.raises(ValueError, match="not lossless"):
+        self.build(tmp_path, text)
 
   @pytest.mark.parametrize(
     ("text", "reason"),
@@ -270,23 +294,17 @@ class TestFile:
     with pytest.raises(ValueError, match=rf"is not a tokenizer\.json: .*{reason}"):
       self.build(tmp_path, text)
 
-  def test_no_token_at_all(self, tmp_path):
-    with pytest.raises(ValueError, match="not lossless"):
-      self.build(tmp_path, '{"model": {"type": "BPE", "vocab": {}, "merges": []}}')
-
   @pytest.mark.parametrize(
     ("config", "said"),
     [
       ("{", r"tokenizer_config\.json cannot be read: Expecting"),
       ("[1]", r"tokenizer_config\.json holds \[1\], not a JSON object"),
       ('{"eos_token": [1]}', r"eos_token is \[1\], which tokenizer\.json does not hold"),
+      ('{"eos_token": "<nope>"}', "eos_token is '<nope>'"),
     ],
   )
   def test_config_that_is_none(self, tmp_path, config, said):
-    (tmp_path / "tokenizer_config.json").write_text(config)
     with pytest.raises(ValueError, match=said):
-      self.build(tmp_path, tokenizer_json())
-
-  def test_missing(self):
+      self.build(tmp_path, tokenizer_json(), config)
     with pytest.raises(ValueError, match="no such file"):
-      build_tokenizer(DataConfig(tokenizer="no/tokenizer.json"), lambda: [])
+      bpe(tokenizer="no/tokenizer.json")

@@ -12,14 +12,15 @@ from ats_jax.data.chat.tokenizer import ChatTokenizer, Form
 from ats_jax.data.tokens.tokenizer import ByteTokenizer
 
 ANSWERS_ONLY = weight_table({"assistant": 1.0}, "all")
-EACH = [(family, number) for family in FAMILIES for number in range(len(DIALOGUES))]
-each_dialogue = pytest.mark.parametrize(
-  ("family", "number"), EACH, ids=[f"{family}-{NAMES[number]}" for family, number in EACH]
-)
 
 
 def tokenizer_of(family: str) -> ChatTokenizer:
   return ChatTokenizer(ByteTokenizer(), Form(family))
+
+
+def encoded(tokenizer: ChatTokenizer, whole: Conversation):
+  """The ids and the codes of a conversation."""
+  return tokenizer.encode_segments([tokenizer.template.render(whole)])[0]
 
 
 def own_names(family: str) -> tuple[str, str]:
@@ -51,31 +52,17 @@ def test_the_settings_know_all_templates():
   assert set(TEMPLATES) == {*FAMILIES, "plain"}
 
 
-@each_dialogue
-def test_the_text_is_the_publishers(family, number):
-  template, names = PUBLISHED[family], own_names(family)
-  assert written(template.render(conversation(number)), *names) == published_text(family, number)
-  asked = template.render(before_last_answer(number), prompt=True)
-  assert written(asked, *names) == TEXTS[family]["texts"][number]["prompt"]
-
-
-@each_dialogue
-def test_only_answers_and_their_ends_are_in_the_loss(family, number):
-  tokenizer, names = tokenizer_of(family), own_names(family)
-  ids, codes = tokenizer.encode_segments([tokenizer.template.render(conversation(number))])[0]
-  assert in_loss(ids, ANSWERS_ONLY[codes], tokenizer, *names) == ANSWERS[family][number]
-  assert names[0] + text_of(ids, tokenizer, *names) == published_text(family, number)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
-def test_one_flipped_bit_of_a_mask_is_found(family):
-  """The comparison above sees each bit."""
-  tokenizer, names = tokenizer_of(family), own_names(family)
-  ids, codes = tokenizer.encode_segments([tokenizer.template.render(conversation(2))])[0]
-  for place in range(len(ids)):
-    weights = ANSWERS_ONLY[codes].copy()
-    weights[place] = 1.0 - weights[place]
-    assert in_loss(ids, weights, tokenizer, *names) != ANSWERS[family][2]
+def test_the_text_is_the_publishers_and_only_answers_and_their_ends_are_in_the_loss(family):
+  tokenizer, template, names = tokenizer_of(family), PUBLISHED[family], own_names(family)
+  for number, name in enumerate(NAMES):
+    whole, published = conversation(number), published_text(family, number)
+    assert written(template.render(whole), *names) == published, name
+    asked = template.render(before_last_answer(number), prompt=True)
+    assert written(asked, *names) == TEXTS[family]["texts"][number]["prompt"], name
+    ids, codes = encoded(tokenizer, whole)
+    assert in_loss(ids, ANSWERS_ONLY[codes], tokenizer, *names) == ANSWERS[family][number], name
+    assert names[0] + text_of(ids, tokenizer, *names) == published, name
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -86,10 +73,7 @@ def test_what_a_turn_says_is_text_whatever_it_says(family):
   hostile = Conversation((Message("user", "".join(names)), Message("assistant", "".join(names))))
   harmless = Conversation((Message("user", "a"), Message("assistant", "b")))
   found = [
-    [i for i in encoded.ids.tolist() if i >= 256]
-    for encoded in tokenizer.encode_segments(
-      [tokenizer.template.render(c) for c in (hostile, harmless)]
-    )
+    [i for i in encoded(tokenizer, said).ids.tolist() if i >= 256] for said in (hostile, harmless)
   ]
   assert found[0] == found[1] and len(found[0]) >= 2
 
@@ -99,7 +83,7 @@ def test_an_answer_goes_on_where_its_prompt_ends(family):
   """A model reads in `generate --chat` what it read in training before the answer."""
   tokenizer = tokenizer_of(family)
   whole, asked = conversation(3), before_last_answer(3)
-  ids = tokenizer.encode_segments([tokenizer.template.render(whole)])[0].ids.tolist()
+  ids = encoded(tokenizer, whole).ids.tolist()
   prompt = tokenizer.prompt(asked)
   assert prompt == [tokenizer.bos_id, *ids[: len(prompt) - 1]]
   answer = ids[len(prompt) - 1 :]
@@ -108,9 +92,9 @@ def test_an_answer_goes_on_where_its_prompt_ends(family):
   assert tokenizer.decode(answer[: answer.index(first_end)]).strip() == "7"
 
 
-def test_weights_are_of_what_each_role_says():
+def test_weights_are_of_what_each_role_says_or_of_the_last_answer():
   tokenizer = tokenizer_of("chatml")
-  ids, codes = tokenizer.encode_segments([tokenizer.template.render(conversation(3))])[0]
+  ids, codes = encoded(tokenizer, conversation(3))
   table = weight_table({"assistant": 1.0, "user": 0.25, "system": 0.5}, "all")
   by_weight = {
     weight: in_loss(ids, np.where(table[codes] == weight, 1, 0), tokenizer, "", "")
@@ -121,27 +105,21 @@ def test_weights_are_of_what_each_role_says():
     0.5: ["Answer in digits.<|im_end|>"],
     0.25: ["Two and two?<|im_end|>", "And three?<|im_end|>"],
   }
-
-
-def test_the_last_answer_alone_can_be_in_the_loss():
-  tokenizer = tokenizer_of("gemma")
-  ids, codes = tokenizer.encode_segments([tokenizer.template.render(conversation(3))])[0]
   table = weight_table({"assistant": 1.0}, "last")
-  assert in_loss(ids, table[codes], tokenizer, "", "") == ["7<end_of_turn>"]
+  assert in_loss(ids, table[codes], tokenizer, "", "") == ["7<|im_end|>"]
 
 
 def test_a_turn_of_weight_0_is_not_in_the_loss():
   tokenizer = tokenizer_of("llama3")
   turns = [Message("user", "a"), Message("assistant", "b", counts=False), Message("user", "c")]
-  whole = Conversation((*turns, Message("assistant", "d")))
-  ids, codes = tokenizer.encode_segments([tokenizer.template.render(whole)])[0]
+  ids, codes = encoded(tokenizer, Conversation((*turns, Message("assistant", "d"))))
   assert in_loss(ids, ANSWERS_ONLY[codes], tokenizer, "", "") == ["d<|eot_id|>"]
 
 
 def test_plain_writes_nothing_but_what_is_said():
   tokenizer = tokenizer_of("plain")
   asked = Conversation((Message("user", "2+2="), Message("assistant", "4")))
-  ids, codes = tokenizer.encode_segments([tokenizer.template.render(asked)])[0]
+  ids, codes = encoded(tokenizer, asked)
   assert ids.tolist() == [*b"2+2=4", tokenizer.eos_id]
   assert ANSWERS_ONLY[codes].tolist() == [0, 0, 0, 0, 1, 1]
   assert tokenizer.vocab_size == ByteTokenizer.vocab_size
