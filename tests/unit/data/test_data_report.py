@@ -52,9 +52,21 @@ def folder(write, tmp_path):
   return tmp_path / "d"
 
 
-def test_nothing_hostile_is_markup(folder, config):
-  cfg = config(paths=(str(folder),), filters=(Exact(),))
-  found = Tags(html_page(overview(cfg, open_documents(cfg, 0.0))))
+@pytest.fixture
+def shown(config):
+  """The overview of some paths."""
+
+  def make(*paths, **changes):
+    cfg = config(paths=tuple(map(str, paths)), **changes)
+    return overview(cfg, open_documents(cfg, 0.0))
+
+  return make
+
+
+def test_nothing_hostile_is_markup_and_the_page_asks_for_nothing(folder, shown):
+  text = html_page(shown(folder, filters=(Exact(),)))
+  assert not re.search(r"https?:|url\(|@import|//", text.split("</style>")[0])
+  found = Tags(text)
   used = {tag for tag, _ in found.tags}
   assert not used & {"script", "img", "iframe", "object", "a", "link", "base", "form"}
   assert [tag for tag, _ in found.tags].count("style") == 1
@@ -67,83 +79,65 @@ def test_nothing_hostile_is_markup(folder, config):
   assert policy["content"].startswith("default-src 'none'")
 
 
-def test_it_asks_for_nothing(folder, config):
-  cfg = config(paths=(str(folder),), filters=(Exact(),))
-  text = html_page(overview(cfg, open_documents(cfg, 0.0)))
-  assert not re.search(r"https?:|url\(|@import|//", text.split("</style>")[0])
-
-
-def test_figures(folder, config, tmp_path):
+def test_figures(folder, shown, config, tmp_path):
   """They are those of the corpus, and the same of a prepared folder whose text is gone."""
   cfg = config(paths=(str(folder),), filters=(Exact(),))
-  opened = open_documents(cfg, 0.0)
-  shown = overview(cfg, opened)
-  assert shown.balance == {"records": 43, "documents": 31, "dropped": 12}
-  assert shown.reasons == {
+  found = shown(folder, filters=(Exact(),))
+  assert found.balance == {"records": 43, "documents": 31, "dropped": 12}
+  assert found.reasons == {
     ("filtered", "exact"): 10, ("malformed", "missing field"): 1, ("skipped", "empty"): 1,
   }  # fmt: skip
-  assert [(s.name, s.documents, s.kept) for s in shown.sources] == [
+  assert [(s.name, s.documents, s.kept) for s in found.sources] == [
     ("<img src=x onerror=alert(1)>&.jsonl", 40, 30), ("sub/", 1, 1),
   ]  # fmt: skip
-  sizes, kept = shown.chars
+  sizes, kept = found.chars
   assert len(sizes) == 41 and kept.sum() == 31
-  assert shown.num_tokens == int(opened.corpus.length.sum()) == shown.num_bytes
+  assert found.num_tokens == int(open_documents(cfg, 0.0).corpus.length.sum()) == found.num_bytes
   prepare(cfg, tmp_path / "out", TokeniseOptions(0))
-  later = config(paths=(str(tmp_path / "out"),))
-  again = overview(later, open_documents(later, 0.0))
-  assert again.samples == shown.samples and again.sources == shown.sources
-  assert again.reasons == shown.reasons
+  again = shown(tmp_path / "out")
+  assert again.samples == found.samples and again.sources == found.sources
+  assert again.reasons == found.reasons
 
 
-def test_without_filters_it_says_so(folder, config):
-  cfg = config(paths=(str(folder),))
-  shown = overview(cfg, open_documents(cfg, 0.0))
-  assert shown.chars is None and not shown.samples
-  text = html_page(shown)
+def test_without_filters_it_says_so(folder, shown):
+  found = shown(folder)
+  assert found.chars is None and not found.samples
+  text = html_page(found)
   assert "Filters: none" in text and "Samples" not in text
-  assert [(s.documents, s.kept) for s in shown.sources] == [(40, 40), (1, 1)]
+  assert [(s.documents, s.kept) for s in found.sources] == [(40, 40), (1, 1)]
 
 
-def test_many_sources_are_few_lines(write, config, tmp_path):
+def test_many_sources_are_few_lines(write, shown, tmp_path):
   for i in range(20):
     write(f"d/{i:02}.txt", "text " * (i + 1))
-  cfg = config(paths=(str(tmp_path / "d"),))
-  sources = overview(cfg, open_documents(cfg, 0.0)).sources
+  sources = shown(tmp_path / "d").sources
   assert len(sources) == 16 and sources[-1].name == "5 others" and sources[-1].documents == 5
   assert sources[0].name == "19.txt" and sum(s.documents for s in sources) == 20
 
 
-def test_histogram_bars_hold_all_documents(write, config, tmp_path):
+def test_histogram_bars_hold_all_documents(write, shown):
   lengths = [1, 2, 3, 4, 1023, 1024, 5000]
-  write("d/a.jsonl", [{"text": "x" * n} for n in lengths])
-  cfg = config(paths=(str(tmp_path / "d"),))
-  text = html_page(overview(cfg, open_documents(cfg, 0.0)))
+  text = html_page(shown(write("a.jsonl", [{"text": "x" * n} for n in lengths])))
   counts = re.findall(r"<title>([\d,]+) to ([\d,]+): (\d+) kept", text)
   plain = [tuple(int(n.replace(",", "")) for n in found) for found in counts]
   expected = np.histogram(lengths, [2**k for k in range(14)])[0]
   assert plain == [(2**k, 2 ** (k + 1) - 1, count) for k, count in enumerate(expected) if count]
 
 
-def test_roles_of_conversations(write, config, tmp_path):
+def test_roles_of_conversations(write, shown):
   say = lambda role, text: {"role": role, "content": text}
   rows = [{"messages": [say("user", "Hello?"), say("assistant", "Yes, hello.")]}] * 3
-  write("d/a.jsonl", rows)
-  cfg = config(paths=(str(tmp_path / "d"),), format="chat", packing="best_fit")
-  shown = overview(cfg, open_documents(cfg, 0.0))
-  assert set(shown.roles) >= {"user", "assistant"}
-  tokens, said = shown.roles["assistant"]
+  found = shown(write("a.jsonl", rows), format="chat", packing="best_fit")
+  assert set(found.roles) >= {"user", "assistant"}
+  tokens, said = found.roles["assistant"]
   assert said >= 3 * len("Yes, hello.") and tokens > said
-  assert sum(tokens for tokens, _ in shown.roles.values()) == shown.num_tokens
-  assert "Who speaks" in html_page(shown)
+  assert sum(tokens for tokens, _ in found.roles.values()) == found.num_tokens
+  assert "Who speaks" in html_page(found)
 
 
-def test_what_cannot_be_seen_is_made_visible():
+def test_what_cannot_be_seen_is_made_visible_and_large_counts_fit(shown, write):
   assert visible("a\tb\nc<&\"'\x7f\u200b") == "a\tb\nc<&\"'[U+007F][U+200B]"
-
-
-def test_large_counts_fit_their_tiles(config, write, tmp_path):
-  cfg = config(paths=(str(write("a.txt", "text")),))
-  shown = overview(cfg, open_documents(cfg, 0.0))
-  for count, said in ((9_999_999, "9,999,999"), (12_345_678, "12.3 million"),
-                      (34 * 10**9, "34.0 billion")):  # fmt: skip
-    assert f"<b>{said}</b><span>tokens kept" in html_page(shown._replace(num_tokens=count))
+  found = shown(write("a.txt", "text"))
+  sizes = {9_999_999: "9,999,999", 12_345_678: "12.3 million", 34 * 10**9: "34.0 billion"}
+  for count, said in sizes.items():
+    assert f"<b>{said}</b><span>tokens kept" in html_page(found._replace(num_tokens=count))

@@ -33,24 +33,16 @@ def test_schemas(record):
   assert read_conversation(record) == (TURNS, None)
 
 
-def test_instruction_with_input():
+def test_texts_beside_the_turns_and_other_names_of_roles():
   found = read_conversation({"instruction": "Add.", "input": "2, 2", "output": "4"})
   assert found.messages[0].content == "Add.\n\n2, 2"
-
-
-@pytest.mark.parametrize("field", ["messages", "conversations"])
-def test_a_system_text_beside_the_turns_is_a_turn(field):
-  found = read_conversation({"system": "s", field: [USER, ANSWER]})
-  assert found.messages == (Message("system", "s"), *TURNS)
-  assert read_conversation({"system": "", field: [USER, ANSWER]}).messages == TURNS
-
-
-@pytest.mark.parametrize(
-  ("alias", "role"), [("developer", "system"), ("bot", "assistant"), ("observation", "tool")]
-)
-def test_roles_have_other_names(alias, role):
-  turns = [{"role": alias, "content": "x"}, USER, ANSWER]
-  assert read_conversation({"messages": turns}).messages[0] == Message(role, "x")
+  for field in ("messages", "conversations"):
+    found = read_conversation({"system": "s", field: [USER, ANSWER]})
+    assert found.messages == (Message("system", "s"), *TURNS)
+    assert read_conversation({"system": "", field: [USER, ANSWER]}).messages == TURNS
+  for alias, role in {"developer": "system", "bot": "assistant", "observation": "tool"}.items():
+    turns = [{"role": alias, "content": "x"}, USER, ANSWER]
+    assert read_conversation({"messages": turns}).messages[0] == Message(role, "x")
 
 
 def test_what_only_a_template_reads_is_kept():
@@ -58,16 +50,9 @@ def test_what_only_a_template_reads_is_kept():
   found = read_conversation({"messages": [USER, call], "tools": [{"name": "f"}]})
   assert found.messages[1] == Message("assistant", "", True, {"tool_calls": [{"name": "f"}]})
   assert found.tools == [{"name": "f"}]
-
-
-def test_a_turn_says_whether_it_counts():
   turns = [USER, {**ANSWER, "weight": 0}, USER, {**ANSWER, "weight": 1}]
-  assert [m.counts for m in read_conversation({"messages": turns}).messages] == [
-    True,
-    False,
-    True,
-    True,
-  ]
+  counts = [m.counts for m in read_conversation({"messages": turns}).messages]
+  assert counts == [True, False, True, True]
 
 
 MALFORMED = [
@@ -104,7 +89,7 @@ def test_malformed_records_have_a_reason(record, kind, match):
   assert error.value.kind == kind
 
 
-def test_reasons_come_with_file_and_line(write):
+def test_reasons_come_with_file_and_line_and_other_files_are_passed_over(write):
   rows = [{"messages": [USER, ANSWER]}, {"messages": [USER]}, {"prompt": "a", "completion": "b"}]
   path = str(write("a.jsonl", rows))
   with open(path, "a") as out:
@@ -118,8 +103,6 @@ def test_reasons_come_with_file_and_line(write):
   with pytest.raises(ValueError, match=r"a.jsonl:2: no turn is .*strict=False"):
     list(conversations(SourceFile(path, "a.jsonl", "jsonl"), Report(strict=True)))
 
-
-def test_files_without_records_are_passed_over(write):
   report = Report(strict=True)
   path = str(write("README.md", "text"))
   assert not list(conversations(SourceFile(path, "README.md", "text"), report))
@@ -132,9 +115,5 @@ def test_files_without_records_are_passed_over(write):
 def test_what_is_said_trains_a_bpe(write):
   path = str(write("a.jsonl", [{"messages": [USER, ANSWER]}, {"prompt": "é", "completion": ""}]))
   pieces = list(message_pieces(SourceFile(path, "a.jsonl", "jsonl"), Report(strict=True)))
-  assert [p[:3] for p in pieces] == [
-    (1, True, "a"),
-    (1, False, "b"),
-    (2, True, "é"),
-    (2, False, ""),
-  ]
+  expected = [(1, True, "a"), (1, False, "b"), (2, True, "é"), (2, False, "")]
+  assert [p[:3] for p in pieces] == expected

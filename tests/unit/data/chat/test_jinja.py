@@ -4,7 +4,7 @@ import json
 from itertools import groupby
 
 import pytest
-from chat_cases import ANSWERS, DIALOGUES, NAMES, TEXTS, conversation
+from chat_cases import ANSWERS, NAMES, TEXTS, conversation
 
 from ats_jax.data.chat import jinja
 from ats_jax.data.chat.conversation import Conversation, MalformedError, Message
@@ -29,10 +29,11 @@ FORGETFUL = PLAIN.replace("{{ m.content }}", "{{ m.content if loop.last else '..
 WITH_TOOLS = "{% if tools %}Tools: {{ tools | tojson }}\n{% endif %}" + PLAIN.replace(
   "{{ m.content }}", "{{ m.content }}{% for c in m.tool_calls %}{{ c | tojson }}{% endfor %}"
 )
+SPECIAL = ("<|im_start|>", "<|im_end|>")
 QUESTION = Conversation((Message("user", "a"), Message("assistant", "b")))
 
 
-def template(source: str, *, marks: bool = True, special=("<|im_start|>", "<|im_end|>")):
+def template(source: str, *, marks: bool = True, special=SPECIAL):
   names = {"bos_token": "<s>", "eos_token": "</s>"}
   return JinjaTemplate(source, names, (*special, *names.values()), marks)
 
@@ -44,36 +45,28 @@ def answers(segments: list[ChatSegment]) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def by_turns():
+def plain():
   return template(PLAIN)
 
 
-@pytest.fixture(scope="module")
-def by_marks():
-  return template(MARKED)
-
-
-@pytest.mark.parametrize("number", range(len(DIALOGUES)), ids=NAMES)
-@pytest.mark.parametrize("kind", ["by_turns", "by_marks"])
-def test_text_and_answers_are_those_of_chatml(kind, number, request):
-  own = request.getfixturevalue(kind)
-  segments = own.render(conversation(number))
-  assert written(segments, "<s>", "</s>") == TEXTS["chatml"]["texts"][number]["whole"]
-  assert answers(segments) == ANSWERS["chatml"][number]
+@pytest.mark.parametrize("source", [PLAIN, MARKED], ids=["by turns", "by marks"])
+def test_text_and_answers_are_those_of_chatml(source):
+  own = template(source)
+  for number, name in enumerate(NAMES):
+    segments = own.render(conversation(number))
+    assert written(segments, "<s>", "</s>") == TEXTS["chatml"]["texts"][number]["whole"], name
+    assert answers(segments) == ANSWERS["chatml"][number], name
   assert own.ends == ("<|im_end|>",)
 
 
-def test_names_of_special_tokens_stay_text(by_turns):
+def test_names_of_special_tokens_stay_text(plain):
   said = "<|im_end|><|im_<|im_end|>start|>\ufdd0<s>"
   tricky = Conversation(
     (Message("user", said), Message("assistant", "<|im_"), Message("user", "|>"))
   )
-  segments = by_turns.render(tricky)
+  segments = plain.render(tricky)
   assert [s.text for s in segments if s.special] == ["<|im_start|>", "<|im_end|>"] * 3
   assert said in [s.text.removeprefix("user\n") for s in segments]
-
-
-def test_a_name_that_text_and_template_write_together_stays_text():
   split = template("{% for m in messages %}<|im_{{ m.content }}{{ '</s>' }}{% endfor %}")
   tokens = [s for s in split.render(Conversation((Message("assistant", "end|>"),))) if s.special]
   assert [s.text for s in tokens] == [EOS]
@@ -85,30 +78,32 @@ def test_the_tokenizers_own_tokens_are_known_by_role():
   assert own.ends == (EOS,)
 
 
-def test_marks_that_leave_out_the_end_are_refused_with_the_setting_that_mends_it():
-  with pytest.raises(ValueError, match=r"never learn to stop.*data.format.marks=false"):
-    template(END_NOT_MARKED).ends  # noqa: B018
-  mended = template(END_NOT_MARKED, marks=False)
-  assert answers(mended.render(QUESTION)) == ["b<|im_end|>"]
+@pytest.mark.parametrize(
+  ("source", "special", "message"),
+  [
+    (END_NOT_MARKED, SPECIAL, r"never learn to stop.*data.format.marks=false"),
+    (NO_END, SPECIAL, r"no special token.*data.format.template=chatml"),
+    (PLAIN, (), "no special token"),  # the tokenizer does not know it
+    ("{% for %}", SPECIAL, "is no jinja: TemplateSyntaxError"),
+  ],
+)
+def test_a_template_whose_answers_have_no_end_is_refused(source, special, message):
+  with pytest.raises(ValueError, match=message):
+    template(source, special=special).ends  # noqa: B018
+  if source == END_NOT_MARKED:  # the setting mends it
+    assert answers(template(source, marks=False).render(QUESTION)) == ["b<|im_end|>"]
 
 
-def test_a_template_without_an_end_is_refused():
-  with pytest.raises(ValueError, match=r"no special token.*data.format.template=chatml"):
-    template(NO_END).ends  # noqa: B018
-  with pytest.raises(ValueError, match="no special token"):  # the tokenizer does not know it
-    template(PLAIN, special=()).ends  # noqa: B018
-
-
-def test_a_template_that_rewrites_earlier_turns_is_refused():
+@pytest.mark.parametrize(
+  ("source", "message"),
+  [
+    (FORGETFUL, "in another way once"),
+    (MARKED.replace("m.role == 'assistant'", "loop.index == 2"), "marks 1 of 2 answers"),
+  ],
+)
+def test_a_template_that_treats_turns_differently_is_refused(source, message):
   long = Conversation((*QUESTION.messages, Message("user", "c"), Message("assistant", "d")))
-  with pytest.raises(ValueError, match="in another way once"):
-    template(FORGETFUL).render(long)
-
-
-def test_marks_that_miss_an_answer_are_refused():
-  source = MARKED.replace("m.role == 'assistant'", "loop.index == 2")
-  long = Conversation((*QUESTION.messages, Message("user", "c"), Message("assistant", "d")))
-  with pytest.raises(ValueError, match="marks 1 of 2 answers"):
+  with pytest.raises(ValueError, match=message):
     template(source).render(long)
 
 
@@ -123,7 +118,7 @@ def test_tools_reach_the_template_and_stay_text():
   assert len([s for s in segments if s.special]) == 4
 
 
-def test_what_json_allows_and_text_does_not_is_malformed():
+def test_what_json_allows_and_text_does_not_or_a_template_refuses_is_malformed(plain):
   deep = {"x": 1}
   for _ in range(3000):
     deep = {"x": deep}
@@ -134,33 +129,20 @@ def test_what_json_allows_and_text_does_not_is_malformed():
     assert error.value.kind == kind
   every = Message("user", "".join(jinja._FREE))
   with pytest.raises(MalformedError, match="nearly all characters"):
-    template(PLAIN).render(Conversation((every, Message("assistant", "b"))))
-
-
-def test_what_a_template_refuses_is_malformed():
+    plain.render(Conversation((every, Message("assistant", "b"))))
   refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
   with pytest.raises(MalformedError, match="no system"):
     template(refusing + PLAIN).render(Conversation((Message("system", "x"), *QUESTION.messages)))
-
-
-def test_what_is_no_jinja_is_refused():
-  with pytest.raises(ValueError, match="is no jinja: TemplateSyntaxError"):
-    template("{% for %}").ends  # noqa: B018
 
 
 @pytest.mark.parametrize(
   "hostile",
   [
     "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-    "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
     "{{ lipsum.__globals__['os'].environ }}",
     "{{ messages.append(1) }}",
-    "{{ ''.__class__.__mro__[1].__subclasses__()[0] }}",
     "{% include 'FILE' %}",
-    "{% import 'FILE' as f %}{{ f }}",
-    "{% extends 'FILE' %}",
     "{{ range(10 ** 9) | list | length }}",
-    "{{ 'a' * 10 ** 11 }}",
     "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
   ],
 )
@@ -182,20 +164,14 @@ def test_a_template_that_does_not_end_is_ended(monkeypatch):
   assert endless.sandbox._process.returncode == -9
 
 
-def test_its_process_can_open_no_file(tmp_path):
+def test_its_process_can_open_no_file_and_ends_with_the_template():
   """The second wall: what got past jinja's sandbox would find no file, socket or module."""
-  sandbox = jinja.Sandbox("{{ messages }}")
-  assert sandbox.render(messages="x", marks=("", "")) == "x"
-  limits = f"/proc/{sandbox._process.pid}/limits"
-  with open(limits) as lines:
-    named = {line[:25].strip(): line[26:].split()[0] for line in lines}
-  assert named["Max open files"] == "3"
-  assert int(named["Max address space"]) == 2**30
-
-
-def test_the_process_ends_with_the_template():
   own = template(PLAIN)
   own.render(QUESTION)
   process = own.sandbox._process
+  with open(f"/proc/{process.pid}/limits") as lines:
+    named = {line[:25].strip(): line[26:].split()[0] for line in lines}
+  assert named["Max open files"] == "3"
+  assert int(named["Max address space"]) == 2**30
   del own
   assert process.poll() is not None
