@@ -244,14 +244,6 @@ def test_an_extra_that_is_missing_is_named(write, monkeypatch):
 class TestRecords:
   """What other readers of rows are given: the whole row, and where it was."""
 
-  def test_rows_of_json_lines(self, write):
-    rows = [{"messages": [{"role": "user", "content": "é"}]}, {"id": 3}]
-    path = write("a.jsonl", json.dumps(rows[0]) + "\n[1]\n\n" + json.dumps(rows[1]))
-    report = Report(strict=False)
-    found = list(records.records(str(path), None, report))
-    assert found == [(1, rows[0]), (4, rows[1])]
-    assert (report.records, report.dropped) == (4, 2)
-
   @pytest.mark.formats
   def test_rows_of_a_table(self, tmp_path):
     pa = importlib.import_module("pyarrow")

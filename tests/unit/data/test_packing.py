@@ -1,8 +1,7 @@
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from loading import all_rows
 
 from ats_jax.data.rows import packing
 from ats_jax.data.rows.packing import make_layout
@@ -78,47 +77,3 @@ def test_fill_of_a_realistic_corpus_and_each_half_is_like_the_whole(mode, least)
   half = plan.first[len(plan.first) // 2]
   mean = [lengths[d].mean() for d in (plan.document[:half], plan.document[half:])]
   assert abs(mean[0] - mean[1]) < 0.1 * lengths.mean()
-
-
-@pytest.mark.parametrize("mode", MODES)
-@given(
-  lengths=st.lists(st.integers(1, 40), min_size=1, max_size=25),
-  seq_len=st.integers(8, 20),
-  max_segments=st.integers(1, 5),
-)
-@settings(max_examples=8, suppress_health_check=list(HealthCheck))
-def test_rows_hold_each_token_once_after_the_right_input(
-  numbered, mode, lengths, seq_len, max_segments
-):
-  """Reads real rows of a corpus in which each token has its own id."""
-  ds = numbered(lengths, seq_len=seq_len, packing=mode, max_segments=max_segments)
-  bos, eos, pad = ds.info.tokenizer.bos_id, ds.info.tokenizer.eos_id, ds.info.tokenizer.pad_id
-  ends = np.cumsum(lengths)
-  starts = set((ends - lengths).tolist())
-  batch, emitted = all_rows(ds), []
-  for row in range(ds.info.num_rows):
-    tokens, targets, segments, positions, mask = (batch[k][row] for k in (
-      "tokens", "targets", "segment_ids", "positions", "loss_mask"))  # fmt: skip
-    used = int((segments > 0).sum())
-    assert (mask == (segments > 0)).all() and (segments[used:] == 0).all()
-    assert (tokens[used:] == pad).all() and (targets[used:] == pad).all()
-    assert (positions[used:] == 0).all()
-    changes = np.flatnonzero(np.diff(segments[:used], prepend=0))
-    assert segments[changes].tolist() == list(range(1, len(changes) + 1))
-    assert len(changes) <= max_segments
-    for begin, end in zip(changes, [*changes[1:], used], strict=True):
-      assert positions[begin:end].tolist() == list(range(end - begin))
-      assert (tokens[begin + 1 : end] == targets[begin : end - 1]).all()
-      assert eos not in targets[begin : end - 1]
-      first = int(tokens[begin])
-      if first == bos:
-        assert targets[begin] in starts
-      elif targets[begin] != eos:
-        assert targets[begin] == first + 1 and first + 1 not in starts
-      if targets[end - 1] == eos:
-        assert tokens[end - 1] + 1 in ends
-    emitted.append(targets[:used])
-  emitted = np.concatenate(emitted)
-  assert sorted(emitted[emitted != eos]) == list(range(ends[-1]))
-  assert (emitted == eos).sum() == ds.info.num_documents == len(lengths)
-  assert len(emitted) == ds.info.num_tokens

@@ -151,9 +151,11 @@ def test_evaluation_is_one_pass_in_order_then_padding(ds, hosts):
   assert whole[0]["tokens"].shape == (4, 8)
   rows = flat(whole)
   assert_same({f: rows[f][:num_rows] for f in FIELDS}, all_rows(ds))
-  rest = {f: rows[f][num_rows:] for f in FIELDS}
-  assert not rest["loss_mask"].any() and not rest["segment_ids"].any()
-  assert (rest["tokens"] == ds.info.tokenizer.pad_id).all()
+  padding = {f: rows[f][rows["segment_ids"] == 0] for f in FIELDS}  # also at the end of a row
+  assert len(padding["tokens"]) > 8 * (len(rows["tokens"]) - num_rows)
+  assert not padding["loss_mask"].any() and not padding["positions"].any()
+  assert (padding["tokens"] == ds.info.tokenizer.pad_id).all()
+  assert (padding["targets"] == ds.info.tokenizer.pad_id).all()
   assert rows["loss_mask"].sum() == ds.info.num_tokens
   assert len(batches(2)) == 2 and len(batches(10**6)) == len(whole)
 

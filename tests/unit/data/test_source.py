@@ -1,12 +1,10 @@
 """Which files are read, what is malformed in them, and how it is said."""
 
-import contextlib
 import dataclasses
 import io
 import json
 import logging
 import os
-import signal
 import sysconfig
 import tempfile
 import tracemalloc
@@ -41,22 +39,6 @@ def opened(config):
 
 def texts(ds):
   return sorted(documents(ds).values())
-
-
-@contextlib.contextmanager
-def time_limit(seconds):
-  """Fails the test where it hangs: to open a pipe waits for ever."""
-
-  def stop(*_):
-    pytest.fail(f"still busy after {seconds} s")
-
-  before = signal.signal(signal.SIGALRM, stop)
-  signal.alarm(seconds)
-  try:
-    yield
-  finally:
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
 
 
 class TestFiles:
@@ -177,6 +159,7 @@ class TestMalformed:
       assert ds.info.report["skipped"] == {"empty": 1} and texts(ds) == ["good"]
     assert f"{empty}: empty" in Path(ds.info.report["files"][0]).read_text()
 
+  @pytest.mark.usefixtures("no_hang")
   @pytest.mark.parametrize("place", ["folder", "glob", "named"])
   @pytest.mark.parametrize(
     ("target", "kind", "said"),
@@ -200,13 +183,12 @@ class TestMalformed:
       "folder": [tmp_path / "d"], "glob": [f"{tmp_path}/d/*.txt"],
       "named": [good, odd, f"{tmp_path}/d/link.txt"],
     }[place]  # fmt: skip
-    with time_limit(20):
-      ds = opened(*paths)
+    ds = opened(*paths)
     assert texts(ds) == ["good", "linked"]
     assert ds.info.report["malformed"] == {kind: 1}
     (first,) = ds.info.report["first"]
     assert "odd.txt: " in first and said in first
-    with time_limit(20), pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=said):
       opened(*paths, strict=True)
 
   def test_nothing_but_a_pipe(self, tmp_path):

@@ -6,7 +6,6 @@ import pickle
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import fsspec
@@ -159,18 +158,15 @@ def test_disk_is_bounded_and_nothing_is_taken_from_under_a_reader(streamed):
   done.set()
   thread.join()
   assert_same(found, alone)
+  assert not [t for t in threading.enumerate() if t.name == "data-ahead"]
   assert windows.RING - 1 <= most[0] <= windows.RING + 1  # one of the reader's, in another process
 
 
 def test_windows_are_made_ahead(streamed):
   cfg = streamed()
-  with batches_of(open_rows(cfg), batch=4, prefetch=1, tells=True) as batches:
-    next(batches)
-    deadline = time.monotonic() + 30
-    while len(list(folder_of(cfg).glob("window-*/corpus-?"))) < 1 + stream.AHEAD:
-      assert time.monotonic() < deadline
-      time.sleep(0.01)
-  assert not [t for t in threading.enumerate() if t.name == "data-ahead"]
+  for _ in open_rows(cfg).prepare(0, lambda: True):
+    pass
+  assert len(list(folder_of(cfg).glob("window-*/corpus-?"))) == 1 + stream.AHEAD
 
 
 def test_order_depends_on_seed_and_not_on_who_reads(streamed):

@@ -9,7 +9,7 @@ import pickle
 import numpy as np
 import pytest
 from chat_cases import ANSWERS, DIALOGUES, in_loss
-from loading import all_rows, assert_each_token_once, assert_same, find_fault
+from loading import ONE_HOST, all_rows, assert_each_token_once, assert_same, find_fault
 
 from ats_jax.config import base_config, from_config_dict
 from ats_jax.config.schema.setting import Table
@@ -33,7 +33,7 @@ WEIGHTS = Table(assistant=1.0, user=0.25)
 
 @pytest.fixture
 def opened(config, write):
-  """The training split of the twelve dialogues or of other records; both splits if some are held."""
+  """The training split of the twelve dialogues or of other records; both if some are held out."""
   path = write("dialogues.jsonl", DIALOGUES)
 
   def make(chat="chat", records=None, **changes):
@@ -75,7 +75,7 @@ def test_rows_have_the_weights_of_their_conversations(opened):
 
 def test_each_target_comes_once_with_its_weight(opened):
   train = opened(Chat(weights=WEIGHTS), seq_len=300)
-  assert_each_token_once(train)
+  assert_each_token_once(train, ONE_HOST)
 
   class Wrong(TrainBatches):
     def __next__(self):
@@ -165,9 +165,8 @@ def test_a_bpe_learns_from_what_is_said(opened):
   tokenizer = train.info.tokenizer
   assert isinstance(tokenizer, ChatTokenizer) and sorted(tokenizer.special) == sorted(MARKERS)
   assert tokenizer.vocab_size == tokenizer.inner.vocab_size + 2
-  assert "A line of tokens." in {
-    tokenizer.decode(ids[weights > 0]) for ids, weights in weighed(train)
-  }
+  answers = {tokenizer.decode(ids[weights > 0]) for ids, weights in weighed(train)}
+  assert "A line of tokens." in answers
 
 
 class TestTokenizer:
@@ -273,11 +272,9 @@ def test_a_row_is_explained(opened, config, write):
   assert styles["assistant"] in ("32", "32;1") and styles["user"] in ("34", "34;1")
 
   of_text, _ = open_datasets(config(paths=(str(write("a.txt", "héllo" * 5)),), seq_len=16), 0)
-  lines = [
-    line for row in (0, 1) for line in list(explain.explain(of_text, row, coloured=False))[2:]
-  ]
-  assert lines[0].split()[1:3] == ["1", "1"]
-  assert any(line.endswith("(eos)") for line in lines)
+  first, second = (list(explain.explain(of_text, row, coloured=False))[2:] for row in (0, 1))
+  assert second[0].split()[1:3] == ["1", "1"]
+  assert any(line.endswith("(eos)") for line in first + second)
 
 
 @pytest.mark.parametrize(
