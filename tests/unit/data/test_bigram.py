@@ -49,11 +49,8 @@ def test_equals_the_definition_and_counts_in_chunks_alike(monkeypatch, limit):
   for seed in range(8):
     rng = np.random.default_rng(seed)
     train = [drawn(rng, VOCAB - 2) for _ in range(1 + seed % 4)]  # no context has the last words
-    valid, model, want = (
-      drawn(rng, VOCAB),
-      Bigram(map(batch, train), VOCAB),
-      reference(counted(train)),
-    )
+    valid, want = drawn(rng, VOCAB), reference(counted(train))
+    model = Bigram(map(batch, train), VOCAB)
     got = model.probability(*np.divmod(np.arange(VOCAB * VOCAB), VOCAB)).reshape(VOCAB, VOCAB)
     np.testing.assert_allclose(got, want, rtol=1e-9, atol=0)
     np.testing.assert_allclose(got.sum(axis=1), 1.0, rtol=1e-9)

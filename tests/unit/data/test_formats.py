@@ -210,25 +210,6 @@ class TestTables:
     with pytest.raises(ValueError, match=r"state\.json of a dataset cannot be read"):
       texts(tmp_path / "two", config)
 
-  def test_memory_is_that_of_a_few_rows(self, pa, tmp_path):
-    """200 MB of text in one row group and one batch."""
-    parquet = importlib.import_module("pyarrow.parquet")
-    table = pa.table({"text": [f"{i} " * 2000 for i in range(20_000)]})
-    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=20_000)
-    del table
-    code = f"""
-import resource, sys
-sys.path[:0] = {sys.path!r}
-from ats_jax.data.text.formats.records import records
-from ats_jax.data.text.report import Report
-import pyarrow.parquet
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-assert sum(1 for _ in records({str(tmp_path / "a.parquet")!r}, ["text"], Report(strict=True)))
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 60_000  # KiB
-
 
 def test_an_extra_that_is_missing_is_named(write, monkeypatch):
   monkeypatch.setitem(sys.modules, "pyarrow", None)
@@ -241,22 +222,6 @@ def test_an_extra_that_is_missing_is_named(write, monkeypatch):
     extra.import_extra("nowhere_there", "x", "more")
 
 
-class TestRecords:
-  """What other readers of rows are given: the whole row, and where it was."""
-
-  @pytest.mark.formats
-  def test_rows_of_a_table(self, tmp_path):
-    pa = importlib.import_module("pyarrow")
-    rows = [{"messages": [{"role": "user", "content": "é"}], "n": 1}, {"messages": [], "n": 2}]
-    importlib.import_module("pyarrow.parquet").write_table(
-      pa.Table.from_pylist(rows), tmp_path / "a.parquet"
-    )
-    report = Report(strict=True)
-    assert [r.row for r in records.records(str(tmp_path / "a.parquet"), None, report)] == rows
-    (first, _) = records.records(str(tmp_path / "a.parquet"), ["n"], report)
-    assert first == (1, {"n": 1}) and report.records == 4
-
-
 class TestSize:
   def test_a_line_that_is_too_long_is_named_and_the_next_is_read(self, write, monkeypatch):
     monkeypatch.setattr(records, "LONGEST_LINE", 100)
@@ -266,28 +231,40 @@ class TestSize:
     assert [key[1] for key in joined] == [1, 3] and report.malformed == {"too long": 2}
     assert report.first[0] == f"{path}:2: a line of 513 bytes: more than 100"
 
-  @pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])
-  @pytest.mark.thorough
-  def test_one_line_of_100_mb_takes_little_memory(self, tmp_path, name):
-    with open(tmp_path / name, "wb") as file:
-      file.write(b'{"text": "' if name == "a.jsonl" else b"")
-      for _ in range(100):
-        file.write("é".encode() * 500_000)
-      file.write(b'"}\n{"text": "next"}\n' if name == "a.jsonl" else b"")
+  @pytest.mark.parametrize(
+    ("name", "records", "chars"),
+    [
+      pytest.param("a.jsonl", 2, 4, marks=pytest.mark.thorough),
+      pytest.param("a.txt", 1, 50_000_000, marks=pytest.mark.thorough),
+      pytest.param("a.parquet", 20_000, 108_000_000, marks=pytest.mark.formats),
+    ],
+  )
+  def test_100_mb_in_one_line_or_row_group_take_little_memory(self, tmp_path, name, records, chars):
+    path = tmp_path / name
+    if name == "a.parquet":
+      table = importlib.import_module("pyarrow").table(
+        {"text": [f"{i:05} " * 900 for i in range(20_000)]}
+      )
+      importlib.import_module("pyarrow.parquet").write_table(table, path, row_group_size=20_000)
+    else:
+      begin, end = {"a.jsonl": (b'{"text": "', b'"}\n{"text": "next"}\n')}.get(name, (b"", b""))
+      path.write_bytes(begin + "é".encode() * 50_000_000 + end)
     code = f"""
 import resource, sys
 sys.path[:0] = {sys.path!r}
 from ats_jax.data.text.report import Report
 from ats_jax.data.text.source import find_files, read_pieces
+if {name!r} == "a.parquet":
+  import pyarrow.parquet
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 report = Report(strict=False)
-(file,) = find_files(({str(tmp_path / name)!r},), report)
+(file,) = find_files(({str(path)!r},), report)
 size = sum(len(p.text) for p in read_pieces(file, "text", report))
 print(size, report.records, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     size, count, memory = map(int, done.stdout.split())
-    assert (size, count) == ((4, 2) if name == "a.jsonl" else (50_000_000, 1))
+    assert (size, count) == (chars, records)
     assert memory < 90_000  # KiB
 
   def test_more_files_than_may_be_open(self, tmp_path, config):
