@@ -7,7 +7,7 @@ import random
 
 import numpy as np
 import pytest
-from loading import assert_each_token_once, documents
+from loading import ONE_HOST, assert_each_token_once, documents
 
 from ats_jax.data.splits import open_datasets
 from ats_jax.data.text import holdout
@@ -56,7 +56,7 @@ def test_a_part_of_one_file_is_held_out(splits, caplog):
   # Blocks are whole lines but for what is cut at the end of the text.
   assert all(part.endswith("\n") for part in parts[:-1])
   for ds in (train, validation):
-    assert_each_token_once(ds)
+    assert_each_token_once(ds, ONE_HOST)
 
 
 def test_the_same_blocks_each_time(splits, tmp_path):
@@ -113,7 +113,7 @@ def test_token_files_are_cut_too(tmp_path, splits):
       parts[ds.packed.corpus.name(d)] = ds.packed.corpus.tokens(d, 0, 10**9)
   assert np.array_equal(np.concatenate(by_number(parts)), ids)
   assert 0.05 < validation.info.num_tokens / 6000 < 0.2
-  assert_each_token_once(train)
+  assert_each_token_once(train, ONE_HOST)
 
 
 def test_many_documents_are_split_as_they_always_were(splits, write, tmp_path):

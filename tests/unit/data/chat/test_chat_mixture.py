@@ -2,7 +2,7 @@
 
 import numpy as np
 from chat_cases import DIALOGUES
-from loading import all_rows, assert_each_token_once, assert_same
+from loading import ONE_HOST, all_rows, assert_each_token_once, assert_same
 
 from ats_jax.config.schema.mixture import Phase
 from ats_jax.config.schema.setting import Table
@@ -38,7 +38,7 @@ def test_each_is_read_as_what_it_is(config, write):
   of_text = text.info.tokenizer
   alone, _ = open_datasets(config(paths=(str(talk),), format=Chat(), **usual), 0, of_text)
   assert_same(all_rows(chats), all_rows(alone))
-  assert_each_token_once(train)
+  assert_each_token_once(train, ONE_HOST)
 
   held = {s.name: s.dataset for s in open_eval_sets(cfg, main)}
   assert held[""].info.num_documents == 40 and held["held"].info.num_documents == 3
