@@ -108,6 +108,8 @@ def test_each_document_once_an_epoch_and_counts_add_up(streamed, long, caplog):
     counts.append(found)
   assert counts[0] != counts[1] and sorted(counts[0]) == sorted(counts[1])
   assert len(known_windows(cfg)) >= 8
+  news = ds.progress(size + 1, since=1).news
+  assert news == ["all of its text has been read; its epoch 2 begins"]
 
   lines = [text for text in caplog.messages if text.startswith("Window ")]
   first = {line.split(":")[0]: line for line in lines}  # some are made again in the next epoch
