@@ -16,7 +16,7 @@ from ats_jax.data.splits import open_split
 @pytest.fixture
 def no_hang():
   """Ends the process where a test waits for ever, as the one that opens a pipe does."""
-  signal.alarm(280)
+  signal.alarm(1200)
   yield
   signal.alarm(0)
 
