@@ -32,15 +32,24 @@ WEIGHTS = Table(assistant=1.0, user=0.25)
 
 
 @pytest.fixture
-def opened(config, write):
-  """The training split of the twelve dialogues or of other records; both if some are held out."""
+def chat_config(config, write):
+  """A DataConfig for the twelve dialogues, or for other records."""
   path = write("dialogues.jsonl", DIALOGUES)
 
   def make(chat="chat", records=None, **changes):
     paths = (str(write("records.jsonl", records) if records else path),)
     defaults = dict(paths=paths, format=chat, packing="best_fit", seq_len=512)
-    make.config = config(**{**defaults, **changes})
-    train, held = open_datasets(make.config, 0)
+    return config(**{**defaults, **changes})
+
+  return make
+
+
+@pytest.fixture
+def opened(chat_config):
+  """The training split; both splits if some documents are held out."""
+
+  def make(*arguments, **changes):
+    train, held = open_datasets(chat_config(*arguments, **changes), 0)
     return (train, held) if "validation_fraction" in changes else train
 
   return make
@@ -132,10 +141,10 @@ def test_documents_are_held_out_as_ever(opened):
   assert valid.info.tokenizer is train.info.tokenizer
 
 
-def test_conversations_are_prepared_ahead(opened, tmp_path):
-  one = opened()
-  prepare(opened.config, tmp_path / "out", TokeniseOptions())
-  ahead = dataclasses.replace(opened.config, paths=(str(tmp_path / "out"),))
+def test_conversations_are_prepared_ahead(opened, chat_config, tmp_path):
+  one, cfg = opened(), chat_config()
+  prepare(cfg, tmp_path / "out", TokeniseOptions())
+  ahead = dataclasses.replace(cfg, paths=(str(tmp_path / "out"),))
   assert_same(all_rows(one), all_rows(open_datasets(ahead, 0)[0]))
   for changes in ({"format": Chat(template="gemma")}, {"format": Text(), "packing": "concat"}):
     with pytest.raises(ValueError, match="holds ids of another tokenizer"):
