@@ -70,11 +70,15 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _what_files_leave_is_looked_through_once():
-  """Programs and their traces stay in jax's caches: later collections would go through them all."""
+def _what_files_leave():
+  """Programs and their traces stay in jax's caches: later collections would go through them all.
+
+  A mesh may not stay: tests of other files would run on it.
+  """
   yield
   gc.collect()
   gc.freeze()
+  assert jax.sharding.get_abstract_mesh().empty, "a test of this file leaves a mesh set"
 
 
 @pytest.fixture

@@ -116,7 +116,7 @@ def check_run(folder: Path, expected: RunIdentity | None) -> None:
   except _DamagedManifestError:
     return
   wanted = dataclasses.asdict(expected)
-  if saved == wanted:
+  if saved == wanted or (saved and saved["run"] == wanted["run"] and not wanted["settings"]):
     return
   saved = saved or dict.fromkeys(wanted, "none")
   if saved["run"] != wanted["run"]:

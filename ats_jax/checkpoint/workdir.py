@@ -144,11 +144,15 @@ def load_config(workdir: Path) -> Config:
 def load_identity(workdir: Path) -> RunIdentity:
   """Return which run a workdir holds.
 
+  Of a run with extensions, which are not loaded to read it, the settings are not all known: any
+  will do.
+
   Raises:
     ValueError: if there is no run, or its files cannot be read.
   """
   cfg = load_config(workdir)
-  return RunIdentity(_read_run_id(workdir), fixed_settings_hash(cfg))
+  has_extensions = bool(_read_config(Path(workdir) / CONFIG).get("extensions"))
+  return RunIdentity(_read_run_id(workdir), "" if has_extensions else fixed_settings_hash(cfg))
 
 
 def _read_config(path: Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ class RunIdentity:
 
   Attributes:
     run: drawn at random when its workdir was first claimed.
-    settings: a hash of those that may not change on resume.
+    settings: a hash of those that may not change on resume; "" = any.
   """
 
   run: str

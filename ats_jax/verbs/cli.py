@@ -113,7 +113,9 @@ class ConfigFlag:
   def given(self) -> dict[str, Any]:
     """The settings that flags name, by dotted name; lists and tables are still text."""
     names = [*KINDS, *all_settings()]
-    found = {name: self._flags[f"config.{name}"] for name in names}
+    flag_of = {name: f"config.{name}" for name in names}
+    # Settings of an extension that the config file names have no flags if none was given.
+    found = {name: self._flags[flag] for name, flag in flag_of.items() if flag in self._flags}
     return {name: flag.value for name, flag in found.items() if flag.present}
 
   def nested(self) -> dict[str, Any]:

@@ -118,7 +118,7 @@ def test_a_metric_writer_a_schedule_and_an_optimizer(config, tmp_path, caplog):
   caplog.set_level(logging.INFO)
   run, own = tmp_path / "run", tmp_path / "run" / "mine.txt"
   changes = {"log.writers": ("jsonl", "mine"), "log.project": "cats"}
-  changes |= {"optimizer.schedule": "halved", "optimizer.name": "lion"}
+  changes |= {"optimizer.schedule": "halved", "optimizer.name": "lion", "optimizer.momentum": 0.95}
   cfg = config(SINK + OPTIMIZER, changes)
   state = train(cfg, run)
   lines = own.read_text().splitlines()
