@@ -158,7 +158,7 @@ def is_model_folder(folder: os.PathLike[str]) -> bool:
   if paths.is_remote(folder):
     return False
   try:
-    fields = json.loads((Path(folder) / CONFIG).read_text(encoding="utf-8"))
+    fields = paths.parse_json((Path(folder) / CONFIG).read_text(encoding="utf-8"))
   except (OSError, ValueError):
     return False
   return isinstance(fields, dict) and "model_type" in fields
@@ -199,7 +199,7 @@ def _joined(tensors: Mapping[str, Stored], fields: Values) -> Mapping[str, Store
 
 def _read_json(path: Path) -> dict[str, Any]:
   try:
-    value = json.loads(path.read_text(encoding="utf-8"))
+    value = paths.parse_json(path.read_text(encoding="utf-8"))
   except (OSError, ValueError) as e:
     raise ValueError(f"{path} cannot be read: {e}. Expected a folder of Hugging Face's.") from e
   if not isinstance(value, dict):
@@ -210,6 +210,8 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _tensors(folder: Path) -> dict[str, Stored]:
   if (folder / INDEX).exists():
     by_name = _read_json(folder / INDEX).get("weight_map") or {}
+    if not isinstance(by_name, dict) or not all(isinstance(n, str) for n in by_name.values()):
+      raise ValueError(f"{folder / INDEX}: weight_map is not an object of names of files.")
     files = sorted(set(by_name.values()))
     for name in files:
       if not (folder / name).is_file() or Path(name).name != name:
@@ -245,17 +247,31 @@ def tokenizer_in(folder: os.PathLike[str]) -> paths.Path | None:
 
 
 def copy_companions(source: os.PathLike[str], target: os.PathLike[str]) -> None:
-  """Copy what stands beside the weights; either may be on a store."""
+  """Copy what stands beside the weights; either may be on a store.
+
+  Raises:
+    ValueError: if a file is a link to somewhere else, whose content nobody means to publish.
+  """
   origin, copies = paths.parse(source), paths.parse(target)
   paths.make_folder(copies)
   for name in COMPANIONS:
     if (origin / name).is_file():
+      if not paths.is_remote(origin) and not _is_in(origin / name, origin):
+        raise ValueError(f"{origin / name} is a link out of its folder. Copy the file instead.")
       paths.write(copies / name, paths.read(origin / name))
+
+
+def _is_in(path: paths.Path, folder: paths.Path) -> bool:
+  """Whether a file is in a folder, or where Hugging Face's cache keeps the files of its folders."""
+  real, homes = os.path.realpath(path), [os.path.realpath(folder)]
+  if folder.parent.name == "snapshots":
+    homes.append(os.path.realpath(folder.parent.parent / "blobs"))
+  return any(os.path.commonpath([real, home]) == home for home in homes)
 
 
 def carried_fields(companions: paths.Path, family: Family) -> dict[str, Any]:
   """Fields of the config.json of an import that an export as a family gives back as they were."""
   if not (companions / CONFIG).is_file():
     return {}
-  fields = json.loads(paths.read(companions / CONFIG))
+  fields = paths.parse_json(paths.read(companions / CONFIG))
   return {k: v for k, v in fields.items() if k in family.carried}

@@ -16,6 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from ats_jax.bridge.transforms import in_order
+from ats_jax.store import paths
 
 MAX_HEADER = 100_000_000  # bytes, as in the library
 DTYPES: Mapping[str, np.dtype] = {
@@ -112,12 +113,16 @@ def read_header(path: Path) -> dict[str, Tensor]:
       )
     text = file.read(length)
   try:
-    entries = json.loads(text)
+    entries = paths.parse_json(text)
     entries.pop("__metadata__", None)
     tensors = {name: _tensor(path, 8 + length, entry) for name, entry in entries.items()}
   except (ValueError, KeyError, TypeError, AttributeError) as e:
     raise ValueError(f"{path} has a header that cannot be read: {e!r}. Copy it again.") from e
-  for name, tensor in tensors.items():
+  end = 0
+  for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].nbytes)):
+    if tensor.start < end:
+      raise ValueError(f"{path}: the bytes of tensor {name} are those of another one too.")
+    end = tensor.start + tensor.nbytes
     if tensor.dtype in _ALL and tensor.nbytes != _nbytes(tensor.dtype, tensor.shape):
       raise ValueError(f"{path}: tensor {name} has {tensor.nbytes} bytes for {tensor.shape}.")
     if tensor.start + tensor.nbytes > size:
@@ -130,9 +135,12 @@ def read_header(path: Path) -> dict[str, Tensor]:
 
 def _tensor(path: Path, data_start: int, entry: Mapping[str, Any]) -> Tensor:
   begin, end = entry["data_offsets"]
-  if not 0 <= begin <= end:
-    raise ValueError(f"offsets {begin}, {end}")
-  return Tensor(path, entry["dtype"], tuple(entry["shape"]), data_start + begin, end - begin)
+  dtype, shape = entry["dtype"], tuple(entry["shape"])
+  if not all(isinstance(n, int) and n >= 0 for n in (begin, end, *shape)) or begin > end:
+    raise ValueError(f"offsets {begin}, {end} and shape {shape}")
+  if not isinstance(dtype, str):
+    raise ValueError(f"dtype {dtype!r}")
+  return Tensor(path, dtype, shape, data_start + begin, end - begin)
 
 
 def _nbytes(dtype: str, shape: tuple[int, ...]) -> int:

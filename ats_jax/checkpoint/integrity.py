@@ -60,21 +60,41 @@ def read_manifest(folder: Path) -> dict[str, Any]:
   """
   try:
     text = paths.read(folder / MANIFEST).decode("utf-8")
-    body = json.loads(text)["body"]
+    body = paths.parse_json(text)["body"]
   except FileNotFoundError:
     raise _DamagedManifestError(f"{MANIFEST} is missing") from None
   except (OSError, ValueError, TypeError, KeyError) as e:
     raise _DamagedManifestError(f"{MANIFEST} cannot be read ({type(e).__name__}: {e})") from e
   if _render(body) != text:
     raise _DamagedManifestError(f"{MANIFEST} has changed: it does not match its own checksum")
-  if body["version"] != VERSION:
+  version = body.get("version") if isinstance(body, dict) else None
+  if isinstance(version, int) and version != VERSION:
     raise CheckpointError(
-      f"{folder} has format version {body['version']}, this program reads {VERSION}. "
+      f"{folder} has format version {version}, this program reads {VERSION}. "
       "Use the version of ats_jax that wrote it."
     )
+  if problem := _problem(body):
+    raise _DamagedManifestError(f"{MANIFEST} {problem}")
   if str(body["step"]) != folder.name:
     raise _DamagedManifestError(f"{MANIFEST} says step {body['step']}")
   return body
+
+
+def _problem(body: Any) -> str:
+  """What is wrong with the content of a manifest, whose checksum anybody can make; "" = nothing."""
+  fields = {"version": int, "step": int, "run": dict | None, "files": dict}
+  if not isinstance(body, dict):
+    return "holds no object"
+  for name, kind in fields.items():
+    if name not in body or not isinstance(body[name], kind):
+      return f"has no {name}, or one of another type"
+  for name, entry in body["files"].items():
+    if name.startswith("/") or ".." in name.split("/"):
+      return f"names {name!r}, which is outside of the folder"
+    sizes = isinstance(entry, dict) and (entry.get("bytes"), entry.get(HASH))
+    if not (sizes and isinstance(sizes[0], int) and isinstance(sizes[1], str)):
+      return f"has no size and {HASH} of {name}"
+  return ""
 
 
 def find_damage(folder: Path, only: Iterable[str] | None = None) -> list[str]:
@@ -137,7 +157,7 @@ def _compare(path: Path, name: str, expected: dict[str, Any]) -> str:
     size, digest = _digest(path)
   except FileNotFoundError:
     return f"{name} is missing"
-  except OSError as e:
+  except (OSError, ValueError) as e:
     return f"{name} cannot be read ({e})"
   if size != expected["bytes"]:
     return f"{name} has {size} bytes instead of {expected['bytes']}"
@@ -148,7 +168,7 @@ def _compare(path: Path, name: str, expected: dict[str, Any]) -> str:
 
 def _digest(path: Path) -> tuple[int, str]:
   """Bytes and hash of a file, read piece by piece."""
-  with path.open("rb") as f:
+  with paths.open_to_read(path) as f:
     digest = hashlib.file_digest(cast(io.BytesIO, f), HASH).hexdigest()
     return f.seek(0, os.SEEK_END), digest
 

@@ -1,6 +1,5 @@
 """Reading checkpoints. Nothing here changes the folder, so it is safe beside a running training."""
 
-import json
 import math
 from collections.abc import Callable
 from typing import Any
@@ -108,7 +107,10 @@ def load_extra(
   integrity.check_run(folder, run)
   if problems := integrity.find_damage(folder, only=[EXTRA]):
     raise CheckpointError(f"checkpoint {folder} is damaged: {problems[0]}. Choose another step.")
-  return json.loads(paths.read(folder / EXTRA))
+  extra = paths.parse_json(paths.read(folder / EXTRA))
+  if not isinstance(extra, dict):
+    raise CheckpointError(f"checkpoint {folder} is damaged: {EXTRA} holds no object.")
+  return extra
 
 
 def find(directory: Path, step: int | str) -> int:

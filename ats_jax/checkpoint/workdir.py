@@ -157,10 +157,10 @@ def load_identity(workdir: Path) -> RunIdentity:
 
 def _read_config(path: Path) -> dict[str, Any]:
   try:
-    values = json.loads(paths.read(path))
+    values = paths.parse_json(paths.read(path))
     if not isinstance(values, dict):
       raise ValueError(f"it holds no settings but {values!r:.40}")
-  except (OSError, ValueError, RecursionError) as e:
+  except (OSError, ValueError) as e:
     raise ValueError(f"{path} cannot be read: {e}. Restore it or use another --workdir.") from e
   if (written := values.pop("format", 1)) != FORMAT:
     raise ValueError(

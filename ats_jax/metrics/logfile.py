@@ -77,10 +77,10 @@ class _FileHandler(std_logging.Handler):
   """A line for each record; of libraries, what the screen has of them."""
 
   def __init__(self, path: Path):
-    super().__init__()
     content = paths.read_log(path) if path.exists() else b""
     torn = content and not content.endswith(b"\n")  # a kill in the middle of a line
     self._log = paths.Log(path, content + b"\n" if torn else content)
+    super().__init__()  # last: what it registers for the exit closes the log
     self.setFormatter(FORMAT)
     for shown in logging.get_absl_handler().filters:
       self.addFilter(shown)

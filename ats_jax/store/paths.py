@@ -8,9 +8,12 @@ cannot do; `lease` is the other kind of lock.
 
 import concurrent.futures
 import contextlib
+import errno
 import hashlib
+import json
 import os
 import shutil
+import stat
 import sys
 import tempfile
 import time
@@ -106,12 +109,35 @@ def make_folder(path: Path) -> None:
 
 
 def read(path: Path) -> bytes:
-  """All of a file, as it is now: nothing that was listed before is believed."""
+  """All of a file, as it is now: nothing that was listed before is believed.
+
+  Raises:
+    ValueError: if it is a device, a pipe or a socket, which may have no end.
+  """
   if is_remote(path):
     _store(path).invalidate_cache(os.fspath(path))  # or s3fs takes its size from there
     return cast(bytes, _store(path).cat_file(os.fspath(path)))
-  with open(path, "rb") as file:
+  with open_to_read(path) as file:
     return file.read()
+
+
+def open_to_read(path: Path) -> BinaryIO:
+  """Open a file; locally a regular one, or a ValueError says what it is."""
+  if is_remote(path):
+    return cast(BinaryIO, path.open("rb"))
+  return open(path, "rb", opener=_open_regular)
+
+
+def parse_json(text: str | bytes) -> Any:
+  """The value of a JSON text, with or without a byte order mark.
+
+  Raises:
+    ValueError: if it is none, or is nested too deeply.
+  """
+  try:
+    return json.loads(text.removeprefix("\ufeff") if isinstance(text, str) else text)
+  except RecursionError:
+    raise ValueError("it is nested too deeply") from None
 
 
 def write(path: os.PathLike[str], content: str | bytes) -> None:
@@ -124,7 +150,7 @@ def write(path: os.PathLike[str], content: str | bytes) -> None:
     _store(path).pipe_file(os.fspath(path), data)
     return
   unfinished = f"{os.fspath(path)}.tmp"
-  with open(unfinished, "wb") as file:
+  with open(unfinished, "wb", opener=_open_own) as file:
     file.write(data)
     file.flush()
     os.fsync(file.fileno())
@@ -188,7 +214,7 @@ class Log:
       return
     if not self._path.exists() or self._path.read_bytes() != content:
       write(self._path, content)
-    old, self._file = self._file, open(self._path, "ab")  # noqa: SIM115
+    old, self._file = self._file, open(self._path, "ab", opener=_open_own)  # noqa: SIM115
     if old is not None:
       old.close()
 
@@ -377,10 +403,31 @@ def _scratch() -> Path:
   return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "ats_jax" / "staging"
 
 
+def _open_regular(path: str, flags: int) -> int:
+  """Open what is a regular file; nothing else, which could wait for a writer for ever."""
+  number = os.open(path, flags | os.O_NONBLOCK, 0o666)
+  mode = os.fstat(number).st_mode
+  if stat.S_ISREG(mode):
+    return number
+  os.close(number)
+  if stat.S_ISDIR(mode):
+    raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+  raise ValueError(f"{path} is not a regular file but a device, a pipe or a socket.")
+
+
+def _open_own(path: str, flags: int) -> int:
+  """Open a file to write, not one that a link in a folder of somebody else leads to."""
+  return _open_regular(path, flags | os.O_NOFOLLOW)
+
+
 def _sync(path: os.PathLike[str] | str) -> None:
   """Flush a file, or the names in a folder, to the disk."""
   number = os.open(path, os.O_RDONLY)
   try:
     os.fsync(number)
+  except OSError as e:
+    # Some file systems do not know it of a folder (CIFS, FUSE); its files are flushed all the same.
+    if e.errno not in (errno.EINVAL, errno.ENOTSUP) or not os.path.isdir(path):
+      raise
   finally:
     os.close(number)

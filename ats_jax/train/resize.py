@@ -53,11 +53,19 @@ def smaller_micro_batch(cfg: Config, folder: Path, error: RuntimeError) -> Confi
   return smaller
 
 
+def _relief(path: paths.Path) -> int:
+  """The number of micro-batches in the file of a process that ran out of memory."""
+  try:
+    return int(paths.parse_json(paths.read(path))["accum_steps"])
+  except (OSError, ValueError, TypeError, KeyError) as e:
+    raise ValueError(f"{path} cannot be read: {e!r}. Delete it: it only saves memory.") from e
+
+
 def with_smaller_micro_batch(cfg: Config, folder: Path) -> Config:
   """Return `cfg` with the micro-batch that a process without memory asked for; all call it."""
   number = 0
   if jax.process_index() == 0 and (folder / RELIEF).exists():
-    number = json.loads(paths.read(folder / RELIEF))["accum_steps"]
+    number = _relief(folder / RELIEF)
   if jax.process_count() > 1:
     number = int(multihost_utils.broadcast_one_to_all(np.int32(number)))
   if number <= cfg.step.accum_steps or not _fits(relieved := with_accum_steps(cfg, number)):

@@ -14,6 +14,7 @@ import shutil
 import signal
 import sys
 import textwrap
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, NoReturn
@@ -224,7 +225,7 @@ class Command:
     faulthandler.enable()
     _log_short_lines()
     with contextlib.ExitStack() as stack:
-      stack.push(_leave_job)
+      stack.push(_leave_at_once)
       stack.enter_context(user_errors())
       code = self.main(self.parse(name, argv))
       sys.stdout.flush()  # here: a reader that has gone away is no fault
@@ -423,15 +424,19 @@ def _leave_broken(error: BaseException) -> None:
     _leave(error, f"another process of the job is gone: {line}", code=exits.LEFT)
 
 
-def _leave_job(
+def _leave_at_once(
   kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
 ) -> None:
-  """After an error, end a process of a job at once.
+  """After an error, end at once a process that would wait at its exit for nothing.
 
-  At exit jax would wait for the other processes, and those wait for what this one does not compute.
+  In a job jax would wait for the other processes, and those wait for what this one does not
+  compute. Python waits for threads, and one that compiles a large model takes minutes.
   """
   jax = sys.modules.get("jax")  # a launcher never imports it
-  if kind is None or error is None or jax is None or not jax.distributed.is_initialized():
+  if kind is None or error is None or jax is None:
+    return
+  compiles = any(thread.name.startswith(exits.COMPILER) for thread in threading.enumerate())
+  if not (jax.distributed.is_initialized() or compiles):
     return
   if not isinstance(error, SystemExit):
     sys.excepthook(kind, error, trace)

@@ -65,6 +65,7 @@ def vocabulary_counts(packed: Packed) -> np.ndarray:
   """[vocab_size] int64, how often each id is in the text of the documents."""
   counts = np.zeros(packed.tokenizer.vocab_size, np.int64)
   parts: list[np.ndarray] = []
+  waiting = 0
 
   def flush() -> None:
     if parts:
@@ -74,7 +75,9 @@ def vocabulary_counts(packed: Packed) -> np.ndarray:
   for document in map(int, packed.documents):
     for begin in range(0, int(packed.corpus.length[document]), _CHUNK):
       parts.append(packed.corpus.tokens(document, begin, begin + _CHUNK))
-      if sum(map(len, parts)) >= _CHUNK:
+      waiting += len(parts[-1])
+      if waiting >= _CHUNK:
         flush()
+        waiting = 0
   flush()
   return counts

@@ -19,7 +19,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
     ValueError: if the file is missing or damaged.
   """
   try:
-    fields = json.loads(paths.read(path))
+    fields = paths.parse_json(paths.read(path))
     if not isinstance(fields, dict):
       raise ValueError(f"expected a JSON object, got {fields!r:.40}")
     tokenizer = of_workdir(fields)

@@ -288,7 +288,7 @@ def _from_file(cfg: DataConfig) -> Tokenizer:
     return _sentencepiece(path, raw, config)
   is_ranks = path.suffix == ".tiktoken"
   try:
-    spec = _of_ranks(path, raw, config, cfg.cache_dir) if is_ranks else json.loads(raw)
+    spec = _of_ranks(path, raw, config, cfg.cache_dir) if is_ranks else paths.parse_json(raw)
     if isinstance(spec, dict) and "kind" in spec:  # that of a workdir
       return of_workdir(spec)
     if not isinstance(spec, dict) or "model" not in spec:
@@ -337,7 +337,7 @@ def _config_of(path: paths.Path) -> dict[str, Any]:
   """
   config_path = path.parent / "tokenizer_config.json"
   try:
-    config = json.loads(paths.read(config_path))
+    config = paths.parse_json(paths.read(config_path))
   except FileNotFoundError:
     return {}
   except (OSError, ValueError) as e:
