@@ -59,13 +59,16 @@ def training_batches(
 
 
 def eval_feed(cfg: Config, dataset: Rows) -> Batches:
-  """This process's share of one evaluation: `eval.num_batches` batches, or all rows once."""
+  """This process's share of one evaluation: `eval.num_batches` batches, or all rows once.
+
+  A batch has `data.batch_size` rows, whatever number of micro-batches the devices take it in.
+  """
   micro = cfg.data.batch_size // cfg.step.accum_steps
   return eval_batches(
     dataset,
     batch_size=micro,
     local_rows=local_rows(jax.sharding.get_mesh(), micro),
-    num_batches=cfg.eval.num_batches,
+    num_batches=cfg.eval.num_batches * cfg.step.accum_steps,
   )
 
 
@@ -82,14 +85,15 @@ def probe_feed(
   """
   mesh = jax.sharding.get_mesh()
   parts, rows = _probe_shape(cfg, num_shards("batch"))
-  micro = cfg.data.batch_size // cfg.step.accum_steps
   sets = [(held_out.prefix, held_out.dataset) for held_out in eval_sets] or [("", train_set)]
   shares = np.diff(np.linspace(0, parts * rows, len(sets) + 1).astype(int))
   blocks, shared = [], []
   for (prefix, dataset), count in zip(sets, shares.tolist(), strict=True):
     if not count:  # there are more sets than blocks
       continue
-    reported = (cfg.eval.num_batches * micro or dataset.info.num_rows) if eval_sets else 0
+    reported = (
+      (cfg.eval.num_batches * cfg.data.batch_size or dataset.info.num_rows) if eval_sets else 0
+    )
     some, apart = sample_blocks(dataset, count, reported)
     blocks.append(some)
     shared += [] if apart else [f"{prefix}loss"]

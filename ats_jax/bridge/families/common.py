@@ -235,7 +235,7 @@ class RopeFields:
     return {"rope_parameters": fields, **older}
 
 
-# Their words for a scaling's settings; of both kinds the first two are needed.
+# Their words for a scaling's settings; of each kind the first two are needed.
 _LLAMA3 = {
   "factor": "factor",
   "original_max_position_embeddings": "original_len",
@@ -284,6 +284,9 @@ def read_rope(fields: Mapping[str, Any], trained_len: int | None) -> Values:
     if of_rotated and of_all:
       stretch = lambda scale: 0.1 * scale * math.log(left["factor"]) + 1.0
       left.setdefault("attention_factor", stretch(of_rotated) / stretch(of_all))
+  for needed in list(SCALINGS[kind])[:2]:
+    if needed not in left:
+      raise ValueError(f"the rotary scaling {kind!r} has no {needed} in config.json.")
   for theirs, ours in SCALINGS[kind].items():
     if theirs in left:
       settings[f"model.rope_scaling.{ours}"] = left.pop(theirs)

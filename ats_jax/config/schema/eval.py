@@ -13,7 +13,10 @@ class EvalConfig:
     0, "steps between evaluations; 0 = only at the end", low=0, resume="free"
   )
   num_batches: int = setting(
-    0, "batches of the validation split; 0 = all of it once", low=0, resume="free"
+    0,
+    "batches of data.batch_size rows of the validation split; 0 = all of it once",
+    low=0,
+    resume="free",
   )
   bigram_baseline: bool = setting(
     False,

@@ -51,7 +51,9 @@ class OptimizerConfig:
   )
 
   def check_length(self, cfg: Any) -> None:
-    """Refuse a warm-up that does not end."""
+    """Refuse a warm-up that does not end, and an average of weights that stays at the first."""
+    if self.ema_decay == 1.0:
+      raise ValueError("optimizer.ema_decay=1 keeps the first weights for ever. Use less than 1.")
     advice = (
       ". Shorten the warm-up, train longer, or use optimizer.warmup_fraction, a share of the run, "
       "with warmup_steps=0."

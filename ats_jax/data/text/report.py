@@ -45,7 +45,7 @@ class Report:
       )
     self.malformed[kind] += count
     if len(self.first) < _SHOWN:
-      self.first.append(f"{where}: {detail}")
+      self.first.append(_visible(f"{where}: {detail}"))
     self._write(f"{where}: {detail}")
 
   def lost(self, kind: str, where: str, detail: str) -> None:
@@ -106,7 +106,12 @@ class Report:
 
   def _write(self, line: str) -> None:
     if self._file:
-      self._file.write(line.replace("\n", "\\n") + "\n")
+      self._file.write(_visible(line) + "\n")
+
+
+def _visible(line: str) -> str:
+  """A line without line breaks and escape sequences, which names of files may have."""
+  return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
 
 
 def in_words(balance: Mapping[str, int]) -> str:

@@ -246,7 +246,7 @@ class TorchRun:
   def _score(self, held_out: EvalSet) -> dict[str, float]:
     data, cfg = held_out.dataset, self.cfg
     micro = cfg.data.batch_size // cfg.step.accum_steps
-    rows, most = np.arange(micro), cfg.eval.num_batches
+    rows, most = np.arange(micro), cfg.eval.num_batches * cfg.step.accum_steps
     with eval_batches(data, batch_size=micro, local_rows=rows, num_batches=most) as batches:
       sums = [self.trainer.score(batch_on(self.device, batch), self.step) for batch in batches]
     loss, correct, tokens = np.sum(sums or [np.zeros(3)], axis=0).tolist()

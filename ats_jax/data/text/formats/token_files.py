@@ -12,7 +12,10 @@ from ats_jax.data.text.report import Report
 from ats_jax.extensions import formats
 
 # What numpy makes of the header of a damaged file, beside a ValueError.
-_BAD_HEADERS = (ValueError, TypeError, SyntaxError, tokenize.TokenError, OverflowError, EOFError)
+_BAD_HEADERS = (
+  ValueError, TypeError, SyntaxError, tokenize.TokenError, OverflowError, EOFError, MemoryError,
+  RecursionError,
+)  # fmt: skip
 
 
 @formats.register(".bin", ".npy")
