@@ -161,11 +161,7 @@ def import_folder(
     if any(checkpoints.glob("[0-9]*")):
       raise ValueError(f"{target} holds checkpoints already. Use another --workdir.")
     save_tokenizer(our_tokenizer, target / workdir.TOKENIZER)
-    copy_companions(source.folder, target / COMPANIONS)
-    workdir.write_json(target / COMPANIONS / DTYPE, source.dtype)
-    if source.aside:
-      left = {"folder": str(pathlib.Path(folder).absolute()), "tensors": source.aside}
-      workdir.write_json(target / COMPANIONS / ASIDE, left)
+    keep_companions(source, target)
     fingerprint = json.dumps([source.fingerprint, cfg.precision.param_dtype])
     resumed = deferred.write(checkpoints, 0, arrays, run=run, source=fingerprint, extra={})
   return {
@@ -175,6 +171,15 @@ def import_folder(
     "resumed": resumed,
     "aside": source.aside,
   }
+
+
+def keep_companions(source: ModelFolder, target: Path) -> None:
+  """Keep in a workdir what stands beside a folder's weights; an export gives it back."""
+  copy_companions(source.folder, target / COMPANIONS)
+  workdir.write_json(target / COMPANIONS / DTYPE, source.dtype)
+  if source.aside:
+    left = {"folder": str(pathlib.Path(source.folder).absolute()), "tensors": source.aside}
+    workdir.write_json(target / COMPANIONS / ASIDE, left)
 
 
 def load_model(source: ModelFolder, cfg: Config, abstract: Any) -> Any:

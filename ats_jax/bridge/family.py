@@ -224,8 +224,15 @@ CARRIED = frozenset(
     "aux_loss_alpha",
     "seq_aux",
     "ep_size",
+    "is_llama_config",
+    "max_window_layers",  # of windows, which `use_sliding_window` turns on
   ]
 )
+# Of the programs that saved a model: how they load and run it. An export leaves them out, as it
+# does all names that begin with "_".
+OF_PROGRAMS = frozenset(["auto_map", "attn_implementation", "unsloth_fixed", "unsloth_version"])
+# Fields of variants of a family that change nothing while they have this value.
+NEUTRAL: Mapping[str, Any] = {"use_mrope": False, "rope_interleaved": False}
 # What an export writes itself.
 WRITTEN = frozenset(
   ["architectures", "model_type", "dtype", "torch_dtype", "transformers_version", "_name_or_path"]
@@ -292,6 +299,8 @@ class Family:
     if why := contradiction(settings):
       raise ValueError(why)
     known = self.carried | WRITTEN | {key for row in self.fields for key in row.keys}
+    known |= OF_PROGRAMS | {key for key in theirs if key.startswith("_")}
+    known |= {key for key, value in NEUTRAL.items() if theirs.get(key) in (value, None)}
     for key in sorted(set(theirs) - known):
       raise ValueError(
         f"{key} is {theirs[key]!r} in config.json, and this program does not know whether it "

@@ -97,17 +97,7 @@ class ModelFolder:
     Raises:
       ValueError: naming the setting or tensor that does not fit.
     """
-    wanted, own = architecture(cfg), architecture_of(self.settings, cfg)
-    lines = [
-      f"--config.{name}={own[name]} (here {wanted.get(name)!r})"
-      for name in own
-      if own[name] != wanted.get(name)
-    ]
-    if lines:
-      settings = "\n  ".join(lines)
-      raise ValueError(
-        f"{self.folder} is another model than that of the settings. It needs:\n  {settings}"
-      )
+    self.check_settings(cfg)
     needed = {name: item for item in items for name in item.theirs}
     if missing := sorted(needed.keys() - self.tensors.keys()):
       raise ValueError(
@@ -133,6 +123,24 @@ class ModelFolder:
           f"{tensor.path}: tensor {name} is {list(tensor.shape)}, and config.json says "
           f"{list(item.their_shape)}."
         )
+
+  def check_settings(self, cfg: Config) -> None:
+    """See that a resolved config has the folder's model.
+
+    Raises:
+      ValueError: naming each setting that differs, and its value for this folder.
+    """
+    wanted, own = architecture(cfg), architecture_of(self.settings, cfg)
+    lines = [
+      f"--config.{name}={own[name]} (here {wanted.get(name)!r})"
+      for name in own
+      if own[name] != wanted.get(name)
+    ]
+    if lines:
+      settings = "\n  ".join(lines)
+      raise ValueError(
+        f"{self.folder} is another model than that of the settings. It needs:\n  {settings}"
+      )
 
   def _is_tied_copy(self, extra: list[str]) -> bool:
     """Whether what is left is the head of a tied model, written out."""

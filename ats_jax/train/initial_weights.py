@@ -8,11 +8,13 @@ import jax.numpy as jnp
 from absl import logging
 
 from ats_jax.bridge import hub
-from ats_jax.bridge.convert import check_tokenizer, load_model
-from ats_jax.bridge.folder import is_model_folder, open_model_folder
+from ats_jax.bridge.convert import COMPANIONS, check_tokenizer, keep_companions, load_model
+from ats_jax.bridge.folder import is_model_folder, open_model_folder, tokenizer_in
 from ats_jax.checkpoint import abstract_like, restore_tree, workdir
+from ats_jax.config.build import resolve
+from ats_jax.config.schema import Config
 from ats_jax.data.tokens.file import has_same_ids, load_tokenizer
-from ats_jax.data.tokens.tokenizer import Tokenizer
+from ats_jax.data.tokens.tokenizer import Tokenizer, build_tokenizer
 from ats_jax.model.layout import stacks
 from ats_jax.step.program import Program
 from ats_jax.step.state import TrainState
@@ -41,11 +43,42 @@ class InitialWeights:
     """
     return cls(paths.parse(hub.local_folder(source)), step)
 
+  def check(self, cfg: Config) -> None:
+    """Refuse weights that do not fit a run before its text is read.
+
+    A tokenizer that is trained on that text is another one than any folder's.
+
+    Args:
+      cfg: the run; its vocabulary need not be known.
+
+    Raises:
+      ValueError: if the model or the tokenizer of a Hugging Face folder is not the run's.
+    """
+    if is_model_folder(self.folder):
+      source = open_model_folder(self.folder)
+      source.check_settings(resolve(cfg, source.settings["model.vocab_size"]))
+      if cfg.data.tokenizer == "bpe":
+        path = tokenizer_in(self.folder)
+        raise ValueError(
+          f"{self.folder}: data.tokenizer=bpe would train another tokenizer than that of its "
+          f"weights. Use its own, --config.data.tokenizer={path or 'FILE'}."
+        )
+      check_tokenizer(self.folder, cfg, build_tokenizer(cfg.data, lambda: []))
+
+  def keep_companions(self, folder: Path) -> None:
+    """Keep in a run's workdir what a Hugging Face folder holds beside the weights, for exports."""
+    if is_model_folder(self.folder):
+      keep_companions(open_model_folder(self.folder), folder)
+    elif (self.folder / COMPANIONS).is_dir():
+      for name in paths.files(self.folder / COMPANIONS):
+        paths.make_folder(folder / COMPANIONS)
+        paths.write(folder / COMPANIONS / name, paths.read(self.folder / COMPANIONS / name))
+
   def into(self, state: TrainState, program: Program, tokenizer: Tokenizer) -> TrainState:
     """A new state with these weights, in the dtypes and shardings that it has.
 
     Args:
-      state: the state of step 0.
+      state: the state of step 0, whose weights of a Hugging Face folder's model are deleted.
       program: program of the run.
       tokenizer: tokenizer of the run; the weights must have been trained with the same one.
 
@@ -55,7 +88,10 @@ class InitialWeights:
     if is_model_folder(self.folder):
       check_tokenizer(self.folder, program.cfg, tokenizer)
       source, mesh = open_model_folder(self.folder), jax.sharding.get_mesh()
-      model = load_model(source, program.cfg, abstract_like(state.model, mesh))
+      abstract = abstract_like(state.model, mesh)
+      for random in jax.tree.leaves(state.model):  # there is no room for two models
+        random.delete()
+      model = load_model(source, program.cfg, abstract)
       logging.info("the weights are those of %s in %s", source.family.name, self.folder)
     else:
       model = self._of_run(state, program, tokenizer)

@@ -103,6 +103,8 @@ def open_run(
       CheckpointManager(directory, cfg.checkpoint, identity, stacks(cfg), str(cfg.mesh))
     )
     origin = find_resume_point(checkpoints, snapshots)
+    if initial is not None and origin.restore is None:
+      initial.check(cfg)
     with watchdog.during(READING):
       train_set, valid_set = open_data(cfg.data, cfg.seed)
       eval_sets = open_eval_sets(cfg.data, valid_set)
@@ -124,6 +126,8 @@ def open_run(
     state = restored_or_new(program, origin, initial, train_set)
     if jax.process_index() == 0:
       save_tokenizer(train_set.info.tokenizer, folder / workdir.TOKENIZER)
+      if initial is not None and origin.restore is None:
+        initial.keep_companions(folder)
     report.opening(program, folder, state, train_set, origin.step, length)
     writer = open_writer(stack, cfg, folder, origin, identity)
     meter = speed(program)

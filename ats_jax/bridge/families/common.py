@@ -116,8 +116,15 @@ def gemma_fields() -> tuple[FieldRow, ...]:
   )
 
 
-def size_fields(*, eps: float, tied: bool = False) -> tuple[SettingField, ...]:
-  """Fields of every family; `eps` and `tied` are what missing ones mean."""
+def size_fields(*, eps: float, tied: bool = False, only_tied: bool = False) -> tuple[FieldRow, ...]:
+  """Fields of every family.
+
+  Args:
+    eps: what a missing `rms_norm_eps` means.
+    tied: what a missing `tie_word_embeddings` means.
+    only_tied: whether the family's models have no output layer of their own.
+  """
+  head = (("model.tie_embeddings", True),)
   return (
     SettingField("vocab_size", "model.vocab_size"),
     SettingField("num_hidden_layers", "model.num_layers"),
@@ -125,7 +132,9 @@ def size_fields(*, eps: float, tied: bool = False) -> tuple[SettingField, ...]:
     SettingField("intermediate_size", "model.d_ff"),
     SettingField("num_attention_heads", "model.num_heads"),
     SettingField("rms_norm_eps", "model.norm_eps", eps),
-    SettingField("tie_word_embeddings", "model.tie_embeddings", tied),
+    FixedField("tie_word_embeddings", True, head, "its output layer is the embedding")
+    if only_tied
+    else SettingField("tie_word_embeddings", "model.tie_embeddings", tied),
   )
 
 

@@ -21,7 +21,7 @@ FAMILY = Family(
   architecture="Gemma2ForCausalLM",
   rows=(*TIED_TABLES, *FOUR_NORMS, *ATTENTION, *MLP),
   fields=(
-    *size_fields(eps=1e-6, tied=True),
+    *size_fields(eps=1e-6, only_tied=True),
     KVHeads(4),
     HeadDim(256),
     RopeFields(),

@@ -17,7 +17,7 @@ from ats_jax.bridge.families.common import (
   size_fields,
   write_rope,
 )
-from ats_jax.bridge.family import Family, ImpliedSettings, SettingField, Values
+from ats_jax.bridge.family import Family, FixedField, ImpliedSettings, SettingField, Values
 from ats_jax.config.schema import Config
 
 LAYERS = Layers(full_every=6)
@@ -67,13 +67,14 @@ FAMILY = Family(
   architecture="Gemma3ForCausalLM",
   rows=(*TIED_TABLES, *FOUR_NORMS, *ATTENTION, *QK_NORM, *MLP),
   fields=(
-    *size_fields(eps=1e-6, tied=True),
+    *size_fields(eps=1e-6, only_tied=True),
     KVHeads(4),
     HeadDim(256),
     _Ropes(),
     LAYERS,
     QueryScale(),
-    SettingField("attn_logit_softcapping", "model.attn_soft_cap", 0.0, null=0.0),
+    # transformers reads it and does not apply it.
+    FixedField("attn_logit_softcapping", None, (("model.attn_soft_cap", 0.0),)),
     SettingField("final_logit_softcapping", "model.logit_soft_cap", 0.0, null=0.0),
     *gemma_fields(),
     ImpliedSettings((("model.qk_norm", True),)),

@@ -310,12 +310,18 @@ def _from_file(cfg: DataConfig) -> Tokenizer:
 def _with_new_ids(
   names: Mapping[str, str | None], ids: Mapping[str, int]
 ) -> tuple[dict[str, int], int]:
-  """The id of each role, a new one if it has no name, and how many ids there are then."""
+  """The id of each role, and how many ids there are then.
+
+  A role without a name gets a new id, but for padding: many published models have a full
+  vocabulary and no token for it.
+  """
   vocab_size = max(ids.values(), default=-1) + 1
   special = {}
   for role, name in names.items():
     if name:
       special[f"{role}_id"] = ids[name]
+    elif role == "pad":  # no loss is taken of it, so it needs no id of its own
+      special["pad_id"] = special["eos_id"]
     else:  # a new id, which no text can reach
       special[f"{role}_id"], vocab_size = vocab_size, vocab_size + 1
   return special, vocab_size
@@ -324,7 +330,8 @@ def _with_new_ids(
 def _say_special(
   path: paths.Path, names: Mapping[str, str | None], special: Mapping[str, int], vocab_size: int
 ) -> None:
-  shown = ", ".join(f"{role} {name or 'added'} = {special[role + '_id']}"
+  added = {"bos": "added", "eos": "added", "pad": "as eos"}
+  shown = ", ".join(f"{role} {name or added[role]} = {special[role + '_id']}"
                     for role, name in names.items())  # fmt: skip
   logging.info("Tokenizer %s: %d tokens, %s.", path, vocab_size, shown)
 

@@ -312,6 +312,9 @@ def _open(
   newest = checkpoints.newest()
   if newest is not None and newest[1].get(CHANGES):
     raise ValueError(f"{folder}: an orchestrator changed its settings. Train on in JAX.")
+  if initial is not None and newest is None:
+    initial.check(cfg)
+    initial.keep_companions(folder)
   train_set, valid_set = open_data(cfg.data, cfg.seed)
   cfg, length = with_num_steps(cfg, train_set)
   workdir.write_config(folder, cfg)
