@@ -40,8 +40,14 @@ NO_SCALING = Scaling()
 
 
 def frequencies(head_dim: int, theta: float, scaling: Scaling = NO_SCALING) -> np.ndarray:
-  """Angles per position of each pair, float64 [head_dim / 2]."""
-  plain = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+  """Angles per position of each pair, float64 [head_dim / 2].
+
+  Rounded to float32 where published models round them: an angle is a multiple of its frequency, so
+  the error of another rounding grows with the position.
+  """
+  exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+  powers = (theta ** exponents.astype(np.float64)).astype(np.float32)
+  plain = (np.float32(1.0) / powers).astype(np.float64)
   if scaling.kind == "none":
     return plain
   if scaling.kind == "linear":

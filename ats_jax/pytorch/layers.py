@@ -111,7 +111,8 @@ class Rope(nn.Module):
 def frequencies(model: Settings, width: int, theta: float, kind: str) -> list[float]:
   """Angles per position of each pair of `width` rotated numbers."""
   pairs = range(width // 2)
-  plain = [theta ** (-2 * pair / width) for pair in pairs]
+  exponents = torch.arange(0, width, 2, dtype=torch.float32, device="cpu") / width
+  plain = (1.0 / theta**exponents).tolist()  # in float32, as published models have it
   if kind == "none":
     return plain
   scaling = model.rope_scaling
