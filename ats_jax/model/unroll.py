@@ -12,8 +12,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 
-from ats_jax.sharding.apply import redirect_gradient, uninitialised
+from ats_jax.sharding.apply import num_shards, redirect_gradient, uninitialised
 
 
 def unstack(tree: Any) -> list[Any]:
@@ -40,7 +41,7 @@ def _slices_bwd(_, grads: tuple[jax.Array, ...]) -> tuple[jax.Array]:
   # The barrier hides constant indices: XLA turns writes to those into asynchronous copies
   # (docs/lab/log.md).
   places = jax.lax.optimization_barrier(tuple(map(jnp.int32, range(len(grads)))))
-  for place, grad in zip(places, grads, strict=True):
+  for place, grad in zip(places, map(_row_major, grads), strict=True):
     stack = jax.lax.dynamic_update_index_in_dim(stack, grad, place, axis=0)
   # Without this barrier XLA fuses the index lookup into every reader of the stack.
   return (jax.lax.optimization_barrier(stack),)
@@ -102,6 +103,34 @@ _tie_gradients.defvjp(
 )
 
 
+def _row_major(grad: jax.Array) -> jax.Array:
+  """Lay out a layer's gradient in the order of its axes, if it is scattered over devices.
+
+  XLA scatters along the last axis by putting that axis first, and would lay out the whole stack
+  that way: the optimizer then writes its float32 directions to memory, to transpose them.
+  """
+  if num_shards("embed") == 1:
+    return grad
+  return with_layout_constraint(grad, Layout(tuple(range(grad.ndim))))
+
+
+@jax.custom_vjp
+def _with_row_major_gradient(x: jax.Array) -> jax.Array:
+  return x
+
+
+_with_row_major_gradient.defvjp(lambda x: (x, None), lambda _, grad: (_row_major(grad),))
+
+
+def _with_row_major_gradients(body: Callable) -> Callable:
+  """The function of a layer, with `_row_major` gradients of the layer's arrays."""
+  if num_shards("embed") == 1:
+    return body
+  is_trained = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
+  mark = lambda x: _with_row_major_gradient(x) if is_trained(x) else x
+  return lambda carry, x: body(carry, jax.tree.map(mark, x))
+
+
 def scan_runs(bodies: Sequence[Callable], carry: Any, xs: Any, unroll: int) -> tuple[Any, Any]:
   """Run one `jax.lax.scan` after the other, each over consecutive layers with the same body.
 
@@ -115,8 +144,9 @@ def scan_runs(bodies: Sequence[Callable], carry: Any, xs: Any, unroll: int) -> t
     The last carry, and the outputs of all layers, stacked.
   """
   runs = [(body, len(list(same))) for body, same in itertools.groupby(bodies)]
+  runs = [(_with_row_major_gradients(body), size) for body, size in runs]
   if len(runs) == 1:
-    return jax.lax.scan(bodies[0], carry, xs, unroll=unroll)
+    return jax.lax.scan(runs[0][0], carry, xs, unroll=unroll)
   leaves, structure = jax.tree.flatten(xs)
   sizes = tuple(size for _, size in runs)
   parts, outputs = zip(*(_split_runs(leaf, sizes) for leaf in leaves), strict=True), []

@@ -54,6 +54,20 @@ def test_the_same_as_a_scan_with_its_gradients(eight_devices):
       assert a.sharding == b.sharding
 
 
+def test_gradients_are_laid_out_by_layer_before_they_are_stacked():
+  """Where they are scattered: the optimizer would have to transpose the whole stack."""
+  for sizes, is_scattered in (((2, 2, 2), True), ((8, 1, 1), False)):
+    with jax.set_mesh(make_test_mesh(*sizes)):
+      start, stack = jnp.ones(8), {name: jnp.ones((LAYERS, 8)) for name in "wb"}
+      for run, times in (
+        (lambda s, x=start: scan_runs([body] * LAYERS, x, s, 1), 1),
+        (lambda s, x=start: run_layers([body] * LAYERS, x, unstack(s)), LAYERS),
+      ):
+        loss = lambda s, run=run: jnp.sum(run(s)[0])
+        text = str(jax.make_jaxpr(jax.grad(loss))(stack))
+        assert text.count("layout_constraint[") == len(stack) * times * is_scattered
+
+
 def test_in_order_a_layer_waits_for_the_gradients_of_the_last_but_one(mesh):
   f = lambda carry, layer: (jnp.sin(carry * layer), None)
   run = lambda s: run_layers([f] * LAYERS, jnp.ones(8), list(s), in_order=True)[0].sum()
