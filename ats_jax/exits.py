@@ -3,8 +3,6 @@
 DONE, FAULT, REFUSED = 0, 1, 2
 LEFT, STOPPED = 69, 75  # EX_UNAVAILABLE and EX_TEMPFAIL (try again) of sysexits.h
 
-COMPILER = "compile"  # begins the names of threads that the end of a process does not wait for
-
 MEANINGS = {
   "0": "done",
   "1": "a fault of the program or the machine, or a check that failed (`check_env`, `data audit`, "

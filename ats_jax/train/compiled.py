@@ -7,11 +7,12 @@ from typing import NamedTuple
 
 import jax
 
-from ats_jax import exits
 from ats_jax.checkpoint import abstract_like
 from ats_jax.model.forward_pass import Pass
 from ats_jax.sharding.mesh import on_mesh
 from ats_jax.step.program import Program, predicted_bytes
+
+THREAD = "compile"  # begins the name of the thread that compiles
 
 
 class Key(NamedTuple):
@@ -94,7 +95,7 @@ def begin_compiling(program: Program, key: Key) -> PendingStep:
       state = abstract_like(program.init(abstract=True), mesh)
       return program.compile_train_step(state, key.rules, key.seq_len)
 
-  pool = ThreadPoolExecutor(1, thread_name_prefix=exits.COMPILER)
+  pool = ThreadPoolExecutor(1, thread_name_prefix=THREAD)
   step = pool.submit(compile_step)
   pool.shutdown(wait=False)  # of the thread once it is done
   return PendingStep(key, step)

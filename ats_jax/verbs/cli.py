@@ -424,6 +424,13 @@ def _leave_broken(error: BaseException) -> None:
     _leave(error, f"another process of the job is gone: {line}", code=exits.LEFT)
 
 
+def _compiles() -> bool:
+  """Whether a thread compiles a train step."""
+  compiled = sys.modules.get("ats_jax.train.compiled")
+  names = [thread.name for thread in threading.enumerate()]
+  return compiled is not None and any(name.startswith(compiled.THREAD) for name in names)
+
+
 def _leave_at_once(
   kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
 ) -> None:
@@ -435,8 +442,7 @@ def _leave_at_once(
   jax = sys.modules.get("jax")  # a launcher never imports it
   if kind is None or error is None or jax is None:
     return
-  compiles = any(thread.name.startswith(exits.COMPILER) for thread in threading.enumerate())
-  if not (jax.distributed.is_initialized() or compiles):
+  if not (jax.distributed.is_initialized() or _compiles()):
     return
   if not isinstance(error, SystemExit):
     sys.excepthook(kind, error, trace)

@@ -160,7 +160,8 @@ def test_another_folder_begins_again(tmp_path, monkeypatch):
 @pytest.mark.thorough
 def test_a_run_begins_with_a_folder(tmp_path):
   """Step 1 begins with its weights, and one setting that differs is named."""
-  folder, run = make_folder(tmp_path / "hf"), parse(tmp_path / "run")
+  folder = make_folder(tmp_path / "hf", max_position_embeddings=4096)
+  run = parse(tmp_path / "run")
   (tmp_path / "text.txt").write_text("the cat sat on the mat. " * 40)
   settings = CACHED | {
     "model.vocab_size": 272, "model.num_layers": 2, "model.d_model": 32, "model.num_heads": 4,
@@ -175,7 +176,15 @@ def test_a_run_begins_with_a_folder(tmp_path):
   )
   with pytest.raises(ValueError, match=r"--config\.model\.norm_eps=1e-06 \(here 1e-05\)"):
     begin(parse(tmp_path / "wrong"), **{"model.norm_eps": 1e-5})
+  with pytest.raises(ValueError, match=r"data\.tokenizer=bpe would train another tokenizer"):
+    begin(parse(tmp_path / "wrong"), **{"data.tokenizer": "bpe"})
+  (folder / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
   begin(run)
+  export(run, tmp_path / "exported")
+  exported = tmp_path / "exported"
+  assert (exported / "generation_config.json").read_text() == '{"eos_token_id": [1, 2]}'
+  fields = json.loads((exported / "config.json").read_text())
+  assert fields["max_position_embeddings"] == 4096, "a server takes it for the longest text"
   import_folder(folder, parse(tmp_path / "imported"), tokenizer="bytes")
   assert_same_arrays((tmp_path / "run", 1), (tmp_path / "imported", 0))
 

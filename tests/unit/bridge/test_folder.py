@@ -7,7 +7,7 @@ import pytest
 from hf_folders import BFLOAT16, fields_of, make_folder, random_tensors, write_tensors
 
 from ats_jax.bridge.convert import abstract_parts, config_of, import_folder, plan
-from ats_jax.bridge.folder import is_model_folder, open_model_folder
+from ats_jax.bridge.folder import copy_companions, is_model_folder, open_model_folder
 from ats_jax.bridge.safetensors_file import read_header
 from ats_jax.config.build import resolve
 from ats_jax.store.paths import parse
@@ -69,12 +69,18 @@ def test_a_tied_head_that_is_written_out_is_the_table(tmp_path):
   refuses(folder, r"holds .* tensors that .*lm_head.weight")
 
 
+def with_header(entries):
+  text = json.dumps(entries).encode()
+  return len(text).to_bytes(8, "little") + text + bytes(8)
+
+
 def test_files_that_are_damaged(folder):
   path = folder / FILE
   data = path.read_bytes()
   length = int.from_bytes(data[:8], "little")
   header = json.loads(data[8 : 8 + length])
   header[Q]["dtype"] = "I8"
+  entry = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
   text = json.dumps(header, separators=(",", ":")).encode()
   for content, words in (
     (len(text).to_bytes(8, "little") + text + data[8 + length :], f"tensor {Q} is in I8, expected"),
@@ -82,6 +88,11 @@ def test_files_that_are_damaged(folder):
     (data[:100], "is truncated or is no safetensors file"),
     (b"", "is truncated or is no safetensors file"),
     (data.replace(b'{"', b'["', 1), "has a header that cannot be read"),
+    (with_header({"a": entry, "b": entry}), "the bytes of tensor b are those of another one too"),
+    (with_header({"a": entry | {"dtype": ["F32"]}}), "has a header that cannot be read"),
+    (with_header({"a": entry | {"shape": [-2]}}), "has a header that cannot be read"),
+    (with_header({"a": entry | {"data_offsets": [0.5, 8]}}), "has a header that cannot be read"),
+    ((10**5).to_bytes(8, "little") + b"[" * 10**5, "nested too deeply"),
   ):
     path.write_bytes(content)
     refuses(folder, words)
@@ -96,6 +107,8 @@ def test_several_files(tmp_path):
   right = index.read_text()
   index.write_text(right.replace("q_proj", "z_proj"))
   refuses(folder, r"does not hold tensor .*z_proj")
+  index.write_text('{"weight_map": {"a": 1}}')
+  refuses(folder, "weight_map is not an object of names of files")
   index.write_text(right)
   (folder / "model-00002-of-00002.safetensors").unlink()
   refuses(folder, r"misses model-00002-of-00002.safetensors, which")
@@ -112,6 +125,41 @@ def test_a_config_that_is_wrong(folder, tmp_path):
     refuses(folder, words)
   refuses(tmp_path, r"config.json cannot be read")
   assert not is_model_folder(tmp_path)
+
+
+def test_fields_of_published_models(folder):
+  """What is beside the computation is passed over, and what is not known is named."""
+  right = fields_of("llama")
+  for more in (
+    {"is_llama_config": True, "rope_interleaved": False, "use_mrope": False},
+    {"unsloth_fixed": True, "auto_map": {"AutoModel": "a.B"}, "_attn_implementation": "sdpa"},
+    {"max_window_layers": 48, "_flash_attn_2_enabled": True},
+  ):
+    (folder / "config.json").write_text(json.dumps(right | more))
+    assert check(folder)
+  llama3 = {"rope_type": "llama3", "rope_theta": 1e4}
+  for more, words in (
+    ({"use_mrope": True}, "use_mrope is True in config.json, and this program does not know"),
+    ({"rope_scaling": llama3}, "the rotary scaling 'llama3' has no factor"),
+  ):
+    (folder / "config.json").write_text(json.dumps(right | more))
+    refuses(folder, words)
+  fields = fields_of("gemma2", tie_word_embeddings=False)
+  (folder / "config.json").write_text(json.dumps(fields))
+  refuses(folder, "tie_word_embeddings is False .*: its output layer is the embedding")
+
+
+def test_companions_are_no_links_to_elsewhere(tmp_path):
+  folder, blobs = tmp_path / "snapshots" / "1", tmp_path / "blobs"
+  folder.mkdir(parents=True)
+  blobs.mkdir()
+  (blobs / "2").write_text("{}")
+  (folder / "config.json").symlink_to(blobs / "2")  # as in the cache of the Hub
+  copy_companions(folder, tmp_path / "kept")
+  assert (tmp_path / "kept" / "config.json").read_text() == "{}"
+  (folder / "chat_template.jinja").symlink_to("/etc/passwd")
+  with pytest.raises(ValueError, match=r"chat_template.jinja is a link out of its folder"):
+    copy_companions(folder, tmp_path / "kept")
 
 
 def test_a_tokenizer_that_has_more_tokens(tmp_path):

@@ -1,4 +1,5 @@
 import json
+import os
 import random
 import shutil
 
@@ -16,7 +17,7 @@ def sealed(tmp_path):
   (folder / "extra.json").write_text("{}")
   (folder / "state" / "d" / "data").write_bytes(random.Random(0).randbytes(1000))
   (folder / "state" / "empty").touch()
-  integrity.seal(folder, {"step": 7, "metric": 1.5, "leaves": {"ü": "float32[]"}})
+  integrity.seal(folder, {"step": 7, "run": None, "metric": 1.5, "leaves": {"ü": "float32[]"}})
   return folder
 
 
@@ -57,6 +58,29 @@ def test_every_byte_of_the_manifest_counts(sealed):
       integrity.read_manifest(sealed)
     path.write_bytes(original)
   assert integrity.find_damage(sealed) == []
+
+
+def test_a_manifest_of_somebody_else_leads_nowhere(sealed):
+  """Its checksum can be made by anybody: what it says is checked too."""
+  entry = {"bytes": 1, "sha256": "0" * 64}
+  os.mkfifo(sealed / "pipe")
+  for fields, words in (
+    ([], "holds no object"),
+    ({"step": None}, "has no step"),
+    ({"run": "me"}, "has no run"),
+    ({"files": ["a"]}, "has no files"),
+    ({"files": {"../../etc/passwd": entry}}, "names '../../etc/passwd', which is outside"),
+    ({"files": {"/etc/passwd": entry}}, "is outside"),
+    ({"files": {"extra.json": {"bytes": "1"}}}, "has no size and sha256 of extra.json"),
+    ({"files": {"pipe": entry}}, "pipe is not a regular file"),
+  ):
+    good = {"version": integrity.VERSION, "step": 7, "run": None, "files": {}}
+    body = good | fields if isinstance(fields, dict) else fields
+    (sealed / "manifest.json").write_text(integrity._render(body))
+    (problem,) = integrity.find_damage(sealed)
+    assert words in problem
+  (sealed / "manifest.json").write_text("[" * 100_000)
+  assert "nested too deeply" in integrity.find_damage(sealed)[0]
 
 
 def test_missing_manifest_is_damage(sealed):

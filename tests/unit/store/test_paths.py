@@ -1,6 +1,7 @@
 """Files and folders, local and on a store: the same operations, the same guarantees."""
 
 import itertools
+import os
 import sys
 
 import pytest
@@ -57,6 +58,27 @@ def test_a_file_is_replaced_in_one_step(root):
   assert paths.files(root) == ["a/x"]
   with pytest.raises(FileNotFoundError):
     paths.read(root / "nothing")
+
+
+def test_links_devices_and_pipes_are_not_followed(tmp_path):
+  """Those that somebody else left in a folder could overwrite files, or have no end."""
+  (other := tmp_path / "other").write_text("mine")
+  path = Path(tmp_path / "config.json")
+  for link, write in (
+    ("config.json.tmp", lambda: paths.write(path, "x")),
+    ("log.txt", lambda: Log(Path(tmp_path / "log.txt"), b"mine")),
+  ):
+    (tmp_path / link).symlink_to(other)
+    with pytest.raises(OSError, match="symbolic link"):
+      write()
+  assert other.read_text() == "mine"
+  os.mkfifo(tmp_path / "pipe")
+  for name in (tmp_path / "pipe", "/dev/zero"):
+    with pytest.raises(ValueError, match=f"{name} is not a regular file"):
+      paths.read(Path(name))
+  assert paths.parse_json(b'\xef\xbb\xbf{"a": 1}') == paths.parse_json('\ufeff{"a": 1}') == {"a": 1}
+  with pytest.raises(ValueError, match="nested too deeply"):
+    paths.parse_json("[" * 100_000)
 
 
 def test_a_log_grows_and_begins_anew(root):

@@ -39,7 +39,8 @@ def test_scores_are_means_over_tokens_of_the_whole_split(config):
     whole = np.asarray(program.eval_step(model, rows, program.rules(1)), np.float64)
     found = score(program, model, valid, 0)
     two = dataclasses.replace(cfg.eval, num_batches=2)
-    part = score(make_program(dataclasses.replace(cfg, eval=two)), model, valid, 0)
+    halves = dataclasses.replace(cfg, eval=two, step=dataclasses.replace(cfg.step, accum_steps=2))
+    part = score(make_program(halves), model, valid, 0)
     batches = [{k: v[i : i + 8] for k, v in rows.items()} for i in (0, 8)]
     first = sum(np.asarray(program.eval_step(model, b, program.rules(1))) for b in batches)
   loss, correct, tokens = whole

@@ -3,6 +3,7 @@
 import importlib
 import re
 import shlex
+import subprocess
 import sys
 import tomllib
 
@@ -104,3 +105,24 @@ def test_a_value_that_is_no_number_is_refused_in_plain_words():
     with pytest.raises(ValueError, match=re.escape(says)) as caught:
       COMMANDS[name].parse(name, [flag])
     assert "invalid literal" not in str(caught.value) and "convert" not in str(caught.value)
+
+
+def test_an_error_does_not_wait_for_the_compiler():
+  """Python's exit would, for minutes where the model is large."""
+  program = """
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from absl import flags
+from ats_jax.train import compiled
+from ats_jax.verbs.cli import Command
+
+def main(argv):
+  raise ValueError("it is wrong")
+
+pool = ThreadPoolExecutor(1, thread_name_prefix=compiled.THREAD)
+pool.submit(threading.Event().wait)
+Command(main, flags.FlagValues(), "").run("x", [])
+"""
+  command = [sys.executable, "-c", program]
+  ended = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=REPOSITORY)
+  assert (ended.returncode, ended.stderr.splitlines()[0]) == (2, "error: it is wrong")
