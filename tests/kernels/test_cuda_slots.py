@@ -84,11 +84,10 @@ def test_a_slot_takes_and_gives_what_xla_does(case, name):
 
 
 def traced(case, slots):
-  """The program of each pass."""
+  """The programs of all passes."""
   with jax.set_mesh(make_test_mesh(1, 1, 1)):
-    for name in case.passes:
-      args = jax.eval_shape(functools.partial(case.arguments, name, 0))
-      yield jax.jit(case.compute(name, slots)).trace(*args)
+    arguments = lambda name: jax.eval_shape(functools.partial(case.arguments, name, 0))
+    return [jax.jit(case.compute(n, slots)).trace(*arguments(n)) for n in case.passes]
 
 
 def test_real_shapes_call_every_target_of_the_library():
