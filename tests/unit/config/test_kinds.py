@@ -199,3 +199,14 @@ def test_a_kind_of_an_extension_brings_its_settings(extension, tmp_path):
   file.write_text(FILE.format(f"{of_file}; config.optimizer = {{'name': 'sign', 'momentum': 0.7}}"))
   assert parsed(f"--config={file}").optimizer.momentum == 0.7
   assert load_file(str(file)).optimizer.momentum == 0.7
+
+
+def test_values_of_many_sections_at_once():
+  config = base_config()
+  config.update({"num_steps": 7, "optimizer": {"schedule": {"decay_fraction": 0.1, "name": "wsd"}}})
+  found = (
+    config.num_steps,
+    config.optimizer.schedule.name,
+    config.optimizer.schedule.decay_fraction,
+  )
+  assert found == (7, "wsd", 0.1)

@@ -118,6 +118,10 @@ def test_rules_that_join_settings():
       {"optimizer.warmup_steps": 401},
       "optimizer.warmup_steps=401 exceeds num_steps=400. .* optimizer.warmup_fraction",
     ),
+    (
+      {"orchestrator.mode": "act", "orchestrator.snapshot_gb": 0.0, "checkpoint.every_steps": 400},
+      "checkpoint.every_steps=400 of num_steps=400 leave nothing to roll back to",
+    ),
     ({"optimizer.ema_decay": 1.0}, "optimizer.ema_decay=1 keeps the first weights"),
     ({"optimizer.b1": 1.0}, "optimizer.b1=1 never takes a gradient in"),
     ({"optimizer.eps": 0.0}, "optimizer.eps=0 divides 0 by 0"),

@@ -9,7 +9,7 @@ from helpers import tiny_config
 
 from ats_jax.config.schema.mixture import Phase
 from ats_jax.config.schema.setting import Table
-from ats_jax.step.schedule import learning_rate
+from ats_jax.step.schedule import decay_from, learning_rate
 
 # A handful of float32 operations on numbers of at most 60 steps.
 RTOL = 3e-6
@@ -129,3 +129,12 @@ def test_a_phase_behind_the_end_changes_nothing():
   found = rates(MIXED | {"data.phases": two} | {"num_steps": 15})[:15]
   want = rates({"num_steps": 20, "optimizer.warmup_steps": 4})[:15]
   np.testing.assert_array_equal(found, want)
+
+
+def test_the_length_with_which_a_decay_begins_now():
+  changes = {"optimizer.schedule": "wsd", "optimizer.schedule.decay_fraction": 0.25}
+  cfg = tiny_config({"optimizer.learning_rate": PEAK, "num_steps": 1000} | changes)
+  length = decay_from(cfg, 29)
+  assert length == 40
+  found = rates(changes | {"num_steps": length})
+  assert found[29] == pytest.approx(PEAK) and found[31] < PEAK
