@@ -259,7 +259,7 @@ WRONG = {
   "evaluate --workdir={in}/nothing": ("{in}/nothing holds no run (config.json is", "Train one"),
   "evaluate --workdir={in}/config_list": "it holds no settings but []",
   "train --workdir={in}/config_folder": "Is a directory",
-  "evaluate --workdir={in}/config_deep": "maximum recursion depth exceeded",
+  "evaluate --workdir={in}/config_deep": "it is nested too deeply",
   "generate --workdir={in}/id_folder": "run_id: Is a directory",
   "generate --workdir={in}/tokenizer_list": "expected a JSON object, got [1]",
   "decisions {in}": "holds no decisions.jsonl",

@@ -112,7 +112,7 @@ def test_stream_of_a_tokenizer_that_drops_the_first_space():
 
 def test_vocabulary_and_errors(tokenizer):
   special = {tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id}
-  assert len(special) == 3 and max(special) < tokenizer.vocab_size
+  assert len(special) >= 2 and max(special) < tokenizer.vocab_size  # one may pad with its end
   for bad in (-1, tokenizer.vocab_size):
     with pytest.raises(ValueError, match=f"id {bad} is outside"):
       tokenizer.decode([bad])
@@ -248,7 +248,8 @@ class TestFile:
     tokenizer = self.build(tmp_path, text)
     assert tokenizer.bos_id == inner.token_to_id("<s>")
     assert tokenizer.eos_id == inner.token_to_id("</s>")
-    assert tokenizer.pad_id == inner.get_vocab_size() == tokenizer.vocab_size - 1
+    assert tokenizer.pad_id == tokenizer.eos_id, "no new id: the vocabulary may be full"
+    assert tokenizer.vocab_size == inner.get_vocab_size()
 
   def test_config_beside_it_decides(self, tmp_path):
     text = tokenizer_json(special=("<|x|>", "<s>", "</s>"))

@@ -235,8 +235,8 @@ class TestOfAFile:
   def test_its_own_ids_are_used_or_missing_ones_added(self, made):
     assert made(*self.MARKED).special == dict(zip(MARKERS, (256, 257), strict=True))
     added = made()
-    assert added.special == dict(zip(MARKERS, (259, 260), strict=True))  # behind bos, eos and pad
-    assert added.vocab_size == 261
+    assert added.special == dict(zip(MARKERS, (258, 259), strict=True))  # behind bos and eos
+    assert added.vocab_size == 260
 
   @pytest.mark.parametrize("holder", ["chat_template.jinja", "tokenizer_config.json", "several"])
   def test_its_own_template_is_read(self, tmp_path, made, holder):
