@@ -112,6 +112,7 @@ def fit_devices(cfg: Config, num_devices: int) -> Config:
     moe=dataclasses.replace(cfg.moe, exchange=exchange),
     data=dataclasses.replace(cfg.data, batch_size=-(-micro // shards) * shards),
     step=dataclasses.replace(cfg.step, accum_steps=1, remat_stages="full"),
+    eval=dataclasses.replace(cfg.eval, num_batches=cfg.eval.num_batches * cfg.step.accum_steps),
   )
 
 
