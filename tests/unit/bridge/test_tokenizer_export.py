@@ -137,8 +137,8 @@ def test_other_models_of_sentencepiece(tmp_path):
   files = files_of(of_pieces(tmp_path, user_defined_symbols=["<|pad|>", "ab"]))
   assert "tokenizer.json" not in files
   config = json.loads(files["tokenizer_config.json"])
-  assert config["pad_token"] == "<|pad_|>", "<|pad|>, a piece of the model, has another id"
-  assert config["added_tokens_decoder"] == {"420": {"content": "<|pad_|>", "special": True}}
+  assert config["pad_token"] == "</s>", "<|pad|> is a piece of the model, which text can reach"
+  assert not config.get("added_tokens_decoder")
   unigram = of_pieces(tmp_path, model_type="unigram", hard_vocab_limit=False)
   assert "tokenizer.json" not in files_of(unigram)
 
