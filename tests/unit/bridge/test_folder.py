@@ -5,11 +5,13 @@ import json
 import numpy as np
 import pytest
 from hf_folders import BFLOAT16, fields_of, make_folder, random_tensors, write_tensors
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from ats_jax.bridge.convert import abstract_parts, config_of, import_folder, plan
 from ats_jax.bridge.folder import copy_companions, is_model_folder, open_model_folder
 from ats_jax.bridge.safetensors_file import read_header
 from ats_jax.config.build import resolve
+from ats_jax.data.tokens.file import load_tokenizer
 from ats_jax.store.paths import parse
 
 Q = "model.layers.1.self_attn.q_proj.weight"
@@ -160,6 +162,20 @@ def test_companions_are_no_links_to_elsewhere(tmp_path):
   (folder / "chat_template.jinja").symlink_to("/etc/passwd")
   with pytest.raises(ValueError, match=r"chat_template.jinja is a link out of its folder"):
     copy_companions(folder, tmp_path / "kept")
+
+
+def test_a_full_vocabulary_needs_no_token_for_padding(tmp_path):
+  """As Llama 2 is published: 32,000 ids, all of them tokens, and none that pads."""
+  folder = make_folder(tmp_path / "hf", vocab_size=258)
+  symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
+  inner = Tokenizer(models.BPE({symbol: i for i, symbol in enumerate(symbols)}, []))
+  inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+  inner.decoder = decoders.ByteLevel()
+  inner.add_special_tokens(["<s>", "</s>"])
+  inner.save(str(folder / "tokenizer.json"))
+  import_folder(folder, parse(tmp_path / "run"))
+  tokenizer = load_tokenizer(parse(tmp_path / "run" / "tokenizer.json"))
+  assert (tokenizer.vocab_size, tokenizer.pad_id, tokenizer.eos_id) == (258, 257, 257)
 
 
 def test_a_tokenizer_that_has_more_tokens(tmp_path):
