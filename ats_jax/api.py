@@ -39,7 +39,12 @@ def config(source: str = cli.DEFAULT_CONFIG, settings: Mapping[str, Any] | None 
 
 
 def train(
-  cfg: Config, workdir: str, *, init_from: str | None = None, init_step: str = "latest"
+  cfg: Config,
+  workdir: str,
+  *,
+  init_from: str | None = None,
+  init_step: str = "latest",
+  resume_step: int | None = None,
 ) -> TrainState:
   """Train, or go on with the run in `workdir`; Ctrl-C saves and returns.
 
@@ -49,6 +54,7 @@ def train(
     init_from: the workdir of another run, a folder of Hugging Face's or hf://OWNER/NAME of its
       Hub, whose weights a new one begins with.
     init_step: its checkpoint: a step, "latest" or "best".
+    resume_step: the checkpoint to go on from in place of the newest one; later ones are set aside.
 
   Returns:
     The last state: `step`, the updates done; `model`, the weights.
@@ -59,20 +65,24 @@ def train(
   """
   initial = InitialWeights.of(init_from, init_step) if init_from else None
   folder = paths.parse(workdir)
-  with runtime.configured(cfg):
+  with cli.short_log(), runtime.configured(cfg):
     job.join(cfg)
-    return train_run(cfg, folder, initial)
+    return train_run(cfg, folder, initial, resume_step)
 
 
 def evaluate(
-  workdir: str, *, step: int | str = "latest", text: str | Sequence[str] = ()
+  workdir: str,
+  *,
+  step: int | str = "latest",
+  text: str | Sequence[str] | Mapping[str, Sequence[str]] = (),
 ) -> dict[str, float]:
   """Metrics of a trained run on its validation split, or on other text.
 
   Args:
     workdir: of the run.
     step: a step, "latest" or "best".
-    text: a file, folder or glob, or several, in place of the validation split.
+    text: a file, folder or glob, or several, in place of the validation split; by name, if there
+      are several sets.
 
   Returns:
     `eval/loss` (nats per token), `eval/perplexity`, `eval/accuracy` and others.
@@ -81,7 +91,8 @@ def evaluate(
     ValueError: if there is no such run, checkpoint or text.
   """
   several = (text,) if isinstance(text, str) else text
-  return evaluate_run(paths.parse(workdir), str(step), several)[1]
+  with cli.short_log():
+    return evaluate_run(paths.parse(workdir), str(step), several)[1]
 
 
 def generate(
@@ -99,7 +110,7 @@ def generate(
   Raises:
     ValueError: if there is no such run or checkpoint, or sampling is not allowed so.
   """
-  with load_run(paths.parse(workdir), str(step)) as run:
+  with cli.short_log(), load_run(paths.parse(workdir), str(step)) as run:
     return prompt + "".join(run.generate(seed, prompt=prompt, **sampling))
 
 

@@ -182,6 +182,37 @@ class CheckpointManager:
       return snapshot
     return None if step is None else (step, reader.load_extra(self.directory, step))
 
+  def go_back_to(self, step: int) -> None:
+    """Make `step` the newest checkpoint; later ones are set aside, with a line in the log for each.
+
+    It is done once: a job that is started again by the same command goes on from its newest one.
+
+    Raises:
+      CheckpointError: if it is not there, damaged or of another run; nothing is changed.
+      ValueError: if snapshots in `cfg.local_dir` may be later.
+    """
+    if self._local is not None:
+      raise ValueError(
+        "--resume_step: snapshots in checkpoint.local_dir may be later than the checkpoint. Start "
+        "with --config.checkpoint.local_every=0 --config.checkpoint.local_dir= this time."
+      )
+    reader.process_0_decides(lambda: self._go_back_to(step))
+
+  def _go_back_to(self, step: int) -> int:
+    note = self.directory / reader.WENT_BACK
+    if note.exists() and paths.read(note).decode(errors="replace").strip() == str(step):
+      logging.info(
+        "--resume_step=%d was done at an earlier start: going on from the newest checkpoint. "
+        "Delete %s to go back again.", step, note,
+      )  # fmt: skip
+      return step
+    reader.choose_checkpoint(self.directory, step, self._run)
+    for later in reversed([s for s in self.steps() if s > step]):
+      aside = self._set_aside(later, f".after_{step}")
+      logging.info("going back to checkpoint %d: the later one %d is now %s", step, later, aside)
+    paths.write(note, f"{step}\n")
+    return step
+
   def read(self, step: int, abstract_state: PyTree) -> PyTree:
     """Restore the state of a step that `newest` found intact.
 
@@ -307,12 +338,7 @@ class CheckpointManager:
       return None
     step, damaged = reader.choose_checkpoint(self.directory, "latest")
     for bad, what in damaged.items():
-      aside = self.directory / f"{bad}{reader.SET_ASIDE}"
-      count = 1
-      while aside.exists():
-        count += 1
-        aside = self.directory / f"{bad}{reader.SET_ASIDE}{count}"
-      paths.move_folder(self.directory / str(bad), aside, MANIFEST)
+      aside = self._set_aside(bad, reader.SET_ASIDE)
       logging.warning(
         "checkpoint %d is damaged: %s. Using %d instead; the damaged one is now %s.",
         bad,
@@ -321,6 +347,16 @@ class CheckpointManager:
         aside,
       )
     return step
+
+  def _set_aside(self, step: int, suffix: str) -> Path:
+    """Rename the folder of a checkpoint, so that it is none; return its new path."""
+    aside = self.directory / f"{step}{suffix}"
+    count = 1
+    while aside.exists():
+      count += 1
+      aside = self.directory / f"{step}{suffix}{count}"
+    paths.move_folder(self.directory / str(step), aside, MANIFEST)
+    return aside
 
   def _remove_unfinished(self) -> None:
     leftovers = [*self._unfinished.glob("*"), *reader.unfinished_folders(self.directory)]

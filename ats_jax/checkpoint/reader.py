@@ -22,6 +22,7 @@ from ats_jax.store.paths import Path
 STATE = "state"  # folder of the arrays
 EXTRA = "extra.json"  # what was saved beside them
 SET_ASIDE = ".damaged"
+WENT_BACK = "resume_step"  # beside the checkpoints: the step that the run went back to
 
 
 def committed_steps(directory: Path) -> list[int]:

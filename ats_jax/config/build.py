@@ -148,13 +148,19 @@ def with_changes(cfg: Config, changes: Mapping[str, Sequence[Any]]) -> Config:
   return with_settings(cfg, ours)
 
 
-def count_epochs(cfg: Config, num_epochs: float, num_rows: int) -> Config:
+def count_epochs(
+  cfg: Config, num_epochs: float, num_rows: int, done: tuple[int, int] = (0, 0)
+) -> Config:
   """`cfg` with the `num_steps` of so many epochs, `num_rows` training rows each.
+
+  `done` are the steps that were made, and the rows that they read: the others are of this `cfg`.
 
   Raises:
     ValueError: as `from_config_dict`, for rules that join `num_steps` with others.
   """
-  num_steps = max(1, math.ceil(round(num_epochs * num_rows / cfg.data.batch_size, 6)))
+  steps, rows = done
+  left = (num_epochs * num_rows - rows) / cfg.data.batch_size
+  num_steps = max(1, steps + math.ceil(round(left, 6)))
   with_settings(cfg, {"num_steps": num_steps, "num_epochs": 0.0, "length": "given"})
   return dataclasses.replace(cfg, num_steps=num_steps)
 

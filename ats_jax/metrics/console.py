@@ -22,7 +22,8 @@ _print_now = functools.partial(print, flush=True)
 
 
 class ConsoleWriter(MetricWriter):
-  """A short aligned line of the metrics in `CONSOLE_LABELS`, and one of all in `eval/`.
+  """A short aligned line of the metrics in `CONSOLE_LABELS`, and one of all in `eval/`,
+  with the losses of named sets.
 
   What would not fit a line is left to the files. Other kinds are ignored: texts are in the log.
   """
@@ -37,6 +38,8 @@ class ConsoleWriter(MetricWriter):
     groups: dict[str, list[str]] = {}
     for name, value in as_numbers(scalars).items():
       group, _, short = name.rpartition("/")
+      if group.startswith("eval/") and short == "loss":  # of a named set
+        group, short = "eval", name.removeprefix("eval/")
       if name in CONSOLE_LABELS or group == "eval":
         label = CONSOLE_LABELS.get(name, short)
         groups.setdefault(group, []).append(f"{label} {_short(value):<9}")

@@ -10,6 +10,7 @@ GIB = 2**30
 _DEVICE_STATS = {
   "bytes_in_use": "memory/device_in_use_gib",
   "peak_bytes_in_use": "memory/device_peak_gib",
+  "pool_bytes": "memory/device_reserved_gib",
   "bytes_limit": "memory/device_limit_gib",
 }
 
@@ -22,7 +23,7 @@ def memory_metrics(devices: Sequence[Any] | None = None) -> dict[str, float]:
 
   Returns:
     `memory/host_rss_gib` (loader processes not counted); `memory/device_in_use_gib`,
-    `..._peak_gib` and `..._limit_gib` if every device reports them; the CPU backend does not.
+    `..._peak_gib`, `..._reserved_gib` and `..._limit_gib` if every device reports them; the CPU backend does not.
   """
   metrics = {"memory/host_rss_gib": psutil.Process().memory_info().rss / GIB}
   stats = [device.memory_stats() or {} for device in devices or jax.local_devices()]

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
   from rich.progress import Progress as Bar
 
 
+PHASES = ("warm-up", "stable", "decay")  # of the learning rate; `progress/phase` is an index
+
+
 class ProgressBar:
   """One line, redrawn in place: bar, step, loss, time left, speed, MFU, memory.
 
@@ -98,7 +101,8 @@ class ProgressBar:
   def _draw(self, timing: str) -> None:
     share = min(self._step / self._total, 1.0) if self._total else 1.0
     head = f"{self._step}/{self._total} {share:4.0%}"
-    text = "  ".join(filter(None, [head, *_loss(self._metrics), timing, *_rest(self._metrics)]))
+    parts = [head, *_course(self._metrics), *_loss(self._metrics), timing, *_rest(self._metrics)]
+    text = "  ".join(filter(None, parts))
     if not self._terminal:
       self._stream.write(f"step {text}\n")
       self._stream.flush()
@@ -126,6 +130,13 @@ def duration(secs: float) -> str:
   return f"{m}m{s:02d}s" if minutes else f"{s}s"
 
 
+def _course(metrics: Mapping[str, Any]) -> Iterator[str]:
+  if share := metrics.get("progress/share"):
+    tokens = metrics["progress/tokens"]
+    yield f"{_rate(tokens)} of {_rate(tokens / share)} tokens"
+    yield PHASES[int(metrics["progress/phase"])]
+
+
 def _loss(metrics: Mapping[str, Any]) -> Iterator[str]:
   if "train/loss" in metrics:
     yield f"loss {metrics['train/loss']:.4f}"
@@ -142,7 +153,7 @@ def _rest(metrics: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _rate(value: float) -> str:
-  for unit, size in (("M", 1e6), ("k", 1e3)):
+  for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
     if value >= 10 * size:
       return f"{value / size:.4g}{unit}"
   return f"{value:,.0f}"

@@ -61,6 +61,7 @@ class StepLog(Watcher):
     self._layers = layers
     self._derive = derive
     self._raises = raises
+    self._clipped: list[float] = []
     self._began: float | None = time.perf_counter()
     self._waiter = ThreadPoolExecutor(1, thread_name_prefix="steplog")
     self._pending: tuple[int, Sequence[str], Arrays, Future[tuple[np.ndarray, float]]] | None = None
@@ -98,6 +99,10 @@ class StepLog(Watcher):
       self._layers.flush()
     yield
 
+  def summary(self) -> dict[str, float]:
+    """`train/clipped`, the share of the logged steps whose gradient was clipped, where it is."""
+    return {"train/clipped": float(np.mean(self._clipped))} if self._clipped else {}
+
   def __enter__(self) -> Self:
     return self
 
@@ -126,6 +131,8 @@ class StepLog(Watcher):
     if self._derive is not None:
       known = {**metrics, **self._derive(step, metrics, arrays)}
       metrics = {name: value for name, value in known.items() if value is not None}
+    if "train/clipped" in metrics:
+      self._clipped.append(metrics["train/clipped"])
     metrics |= self._throughput.read(step, done)
     metrics |= memory_metrics()
     self._writer.write_scalars(step, metrics)

@@ -30,6 +30,7 @@ class Throughput(Watcher):
     *,
     num_devices: int,
     peak: float | None,
+    rows_per_step: int,
     tokens_per_step: int,
     flops_per_token: Mapping[str, float],
     clock: Callable[[], float] = time.monotonic,
@@ -39,6 +40,7 @@ class Throughput(Watcher):
     Args:
       num_devices: devices that share the work.
       peak: FLOP/s of one of them (`metrics.peaks`); None leaves MFU out.
+      rows_per_step: rows of a batch, which are its samples.
       tokens_per_step: positions that a step processes over all devices, padding included.
       flops_per_token: forward and backward FLOPs under each convention, by the name of its metric:
         {"train/mfu": causal, no input embedding, active parameters; "train/mfu_6n": 6N + 12LdS}.
@@ -49,7 +51,7 @@ class Throughput(Watcher):
     self._peak = peak
     self._flops_per_token = dict(flops_per_token)
     self._clock = clock
-    self._tokens_per_step = tokens_per_step
+    self._rows_per_step, self._tokens_per_step = rows_per_step, tokens_per_step
     self._taken: dict[int, Mapping[str, float]] = {}  # FLOPs per token of steps not read yet
     self._start: tuple[int, float] | None = None
     # Of each interval: its steps and seconds, and the sum of its steps' FLOPs per token.
@@ -107,6 +109,7 @@ class Throughput(Watcher):
     tokens_per_sec = steps / secs * self._tokens_per_step
     metrics = {
       "train/tokens_per_sec": tokens_per_sec,
+      "train/samples_per_sec": steps / secs * self._rows_per_step,
       "train/steps_per_sec": steps / secs,
     }
     per_token = {name: total / steps for name, total in sums.items()}  # steps have equal tokens

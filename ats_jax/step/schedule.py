@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from ats_jax.config.schema import Config
 from ats_jax.config.schema.mixture import has_rates, phases_of, steps_of
@@ -77,6 +78,16 @@ def warmup_steps(cfg: Config) -> int:
   if o.schedule.name == "one_cycle" and not warmup:
     return max(1, round(0.3 * cfg.num_steps))  # Smith & Topin 2018: a cycle rises first
   return warmup
+
+
+def phase(cfg: Config, step: int) -> int:
+  """What the learning rate does at update `step` (1-based): 0 warms up, 1 is stable, 2 decays."""
+  start, own = [part for part in phases(cfg) if part[0] < step][-1]
+  at = step - 1 - start
+  rate, following = (float(_rate(own, number, np)) for number in (at, at + 1))
+  if at < warmup_steps(own) or following > rate:
+    return 0
+  return 2 if following < rate or rate < 0.999 * own.optimizer.learning_rate else 1
 
 
 def decay_from(cfg: Config, step: int) -> int:

@@ -26,7 +26,12 @@ class End(enum.Enum):
   OTHER_SETTINGS = enum.auto()  # the run goes on from its newest checkpoint, compiled anew
 
 
-def train(cfg: Config, folder: Path, initial: "InitialWeights | None" = None) -> TrainState:
+def train(
+  cfg: Config,
+  folder: Path,
+  initial: "InitialWeights | None" = None,
+  resume_step: int | None = None,
+) -> TrainState:
   """Train to `cfg.num_steps`, going on from the newest checkpoint in `folder` if there is one.
 
   Where the device's memory runs out and the orchestrator acts, the run goes on from its newest good
@@ -36,6 +41,7 @@ def train(cfg: Config, folder: Path, initial: "InitialWeights | None" = None) ->
     cfg: the run, as `from_config_dict` gives it.
     folder: workdir of the run.
     initial: weights to begin with, of another run; None = random ones.
+    resume_step: the checkpoint to go on from in place of the newest one; later ones are set aside.
 
   Returns:
     The state at the end, or where a signal stopped the run after saving it.
@@ -45,27 +51,35 @@ def train(cfg: Config, folder: Path, initial: "InitialWeights | None" = None) ->
     FloatingPointError: if the loss or the weights stop being finite, and the orchestrator, if it
       acts, does not mend it.
   """
-  return train_to_end(cfg, folder, initial)[0]
+  return train_to_end(cfg, folder, initial, resume_step)[0]
 
 
 def train_to_end(
-  cfg: Config, folder: Path, initial: "InitialWeights | None" = None
+  cfg: Config,
+  folder: Path,
+  initial: "InitialWeights | None" = None,
+  resume_step: int | None = None,
 ) -> tuple[TrainState, End]:
   """As `train`; also why it ended: DONE or STOPPED."""
   snapshots, end, state = open_snapshots(cfg), End.OTHER_SETTINGS, None
   while state is None:
     try:
-      state, end = stretch(cfg, folder, snapshots, initial)
+      state, end = stretch(cfg, folder, snapshots, initial, resume_step)
+      resume_step = None  # the next stretch goes on
     except jax.errors.JaxRuntimeError as error:
       cfg = smaller_micro_batch(cfg, folder, error)
   return state, end
 
 
 def stretch(
-  cfg: Config, folder: Path, snapshots: "Snapshots | None", initial: "InitialWeights | None"
+  cfg: Config,
+  folder: Path,
+  snapshots: "Snapshots | None",
+  initial: "InitialWeights | None",
+  resume_step: int | None = None,
 ) -> tuple[TrainState | None, End]:
   """Open the run and train it; no state if it is to be opened again, with other settings."""
-  with open_run(cfg, folder, snapshots, initial) as run:
+  with open_run(cfg, folder, snapshots, initial, resume_step) as run:
     end = loop(run)
     if end is End.OTHER_SETTINGS:
       return None, end

@@ -32,6 +32,7 @@ from ats_jax.model.layout import stacks
 from ats_jax.orchestrator.no_supervisor import NoSupervisor
 from ats_jax.sharding.mesh import make_mesh, on_mesh
 from ats_jax.step.by_source import pretraining_objective, source_metrics
+from ats_jax.step.course import Course
 from ats_jax.step.program import Program, make_program
 from ats_jax.step.sparse_value import sparse_value_metrics
 from ats_jax.step.state import TrainState
@@ -39,7 +40,7 @@ from ats_jax.store.paths import Path
 from ats_jax.train import report
 from ats_jax.train.compiled import CompiledSteps, Key, PendingStep, begin_compiling
 from ats_jax.train.feed import train_feed
-from ats_jax.train.num_steps import with_num_steps
+from ats_jax.train.num_steps import rows_read, with_num_steps
 from ats_jax.train.resize import DEVICES, resize_to_devices, with_smaller_micro_batch
 from ats_jax.train.run import Run
 
@@ -71,6 +72,7 @@ def open_run(
   folder: Path,
   snapshots: "Snapshots | None" = None,
   initial: "InitialWeights | None" = None,
+  resume_step: int | None = None,
 ) -> Iterator[Run]:
   """Open a run where it goes on: from its newest good state, or else from the beginning.
 
@@ -85,6 +87,7 @@ def open_run(
     snapshots: states in host memory, empty at first; they outlive a run that is opened again. A run
       with an orchestrator needs them.
     initial: weights to begin with; a run that goes on has its own.
+    resume_step: the checkpoint to go on from in place of the newest one.
 
   Raises:
     ValueError: for settings, data or a workdir that cannot be used.
@@ -102,13 +105,16 @@ def open_run(
     checkpoints = enter(
       CheckpointManager(directory, cfg.checkpoint, identity, stacks(cfg), str(cfg.mesh))
     )
+    if resume_step is not None:
+      checkpoints.go_back_to(resume_step)
     origin = find_resume_point(checkpoints, snapshots)
     if initial is not None and origin.restore is None:
       initial.check(cfg)
     with watchdog.during(READING):
       train_set, valid_set = open_data(cfg.data, cfg.seed)
       eval_sets = open_eval_sets(cfg.data, valid_set)
-    cfg, length = with_num_steps(cfg, train_set)
+    done = rows_read(cfg, train_set, origin.step, origin.extra)
+    cfg, length = with_num_steps(cfg, train_set, done)
     workdir.write_config(folder, cfg)
     cfg = with_changes(cfg, origin.extra.get(CHANGES, {}))
     cfg = resolve(cfg, train_set.info.tokenizer.vocab_size)
@@ -128,10 +134,12 @@ def open_run(
       save_tokenizer(train_set.info.tokenizer, folder / workdir.TOKENIZER)
       if initial is not None and origin.restore is None:
         initial.keep_companions(folder)
-    report.opening(program, folder, state, train_set, origin.step, length)
+    first_row = batches.position()["row"]
+    course = Course(cfg, origin.step, first_row)
+    report.opening(program, folder, state, train_set, course, length)
     writer = open_writer(stack, cfg, folder, origin, identity)
     meter = speed(program)
-    log = open_log(stack, program, folder, origin, meter, writer, train_set, watchdog)
+    log = open_log(stack, program, folder, origin, meter, writer, train_set, watchdog, course)
     profile = enter(ProfileWindow(cfg.log.profile_step, PROFILED_STEPS, folder / "profile"))
     run = Run(
       program=program,
@@ -229,6 +237,7 @@ def open_log(
   writer: MetricWriter,
   train_set: TrainRows,
   watchdog: Watchdog,
+  course: Course,
 ) -> StepLog:
   """The log of the steps' metrics, and of those that follow from them."""
   cfg, is_main = program.cfg, jax.process_index() == 0
@@ -242,11 +251,12 @@ def open_log(
     stack.enter_context(contextlib.closing(layers))
 
   def derived(step: int, values: Mapping[str, float], arrays: Mapping[str, Any]):
-    passes = train_set.progress(step * cfg.data.batch_size).passes
+    passes = train_set.progress(course.row(step)).passes
     figures = sparse_value_metrics(
       cfg, program.counts, program.training_rules(step), values, arrays
     )
-    return figures | source_metrics(passes, values) | watchdog.metrics()
+    figures |= source_metrics(passes, values)
+    return figures | course.metrics(step, values) | watchdog.metrics()
 
   log = StepLog(
     writer,
@@ -266,6 +276,7 @@ def speed(program: Program) -> Throughput:
   return Throughput(
     num_devices=jax.device_count(),
     peak=peak_flops(jax.devices()[0].device_kind, cfg.precision.compute_dtype),
+    rows_per_step=cfg.data.batch_size,
     tokens_per_step=cfg.data.batch_size * cfg.data.seq_len,
     flops_per_token=program.flops_per_token(cfg.data.seq_len),
   )

@@ -16,6 +16,7 @@ from ats_jax.metrics.environment import environment
 from ats_jax.metrics.memory import GIB, memory_metrics
 from ats_jax.metrics.peaks import describe_peak
 from ats_jax.model.count import parameter_overview
+from ats_jax.step.course import Course
 from ats_jax.step.program import Program
 from ats_jax.step.schedule import phases, warmup_steps
 from ats_jax.step.state import TrainState
@@ -32,7 +33,7 @@ def opening(
   folder: Path,
   state: TrainState,
   train_set: TrainRows,
-  start: int,
+  course: Course,
   length: str,
 ) -> None:
   """Log and store what will run: parameters, implementations, formats, mesh, data.
@@ -42,11 +43,15 @@ def opening(
     folder: the workdir.
     state: the state at the start.
     train_set: rows of the training split.
-    start: updates done.
+    course: where the run begins or goes on.
     length: what decided the number of steps, in words.
   """
-  cfg, mesh = program.cfg, jax.sharding.get_mesh()
-  epochs = train_set.progress(cfg.num_steps * cfg.data.batch_size).epochs
+  cfg, mesh, start = program.cfg, jax.sharding.get_mesh(), course.first_step
+  total = course.row(max(cfg.num_steps, start))
+  epochs = train_set.progress(total).epochs
+  before = ""
+  if course.first_row != start * cfg.data.batch_size:  # of another data.batch_size
+    before = f"{start:,} steps read {course.first_row:,} rows; "
   logging.info("parameters:\n%s", parameter_overview(state.model))
   facts = {
     "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
@@ -54,8 +59,10 @@ def opening(
     "mesh": ", ".join(f"{name}={size}" for name, size in mesh.shape.items()),
     **program.facts(),
     "training text": train_set.info.in_words(),
-    "run": f"{cfg.num_steps:,} steps x {cfg.data.batch_size} rows"
-    + ("" if epochs is None else f" = {epochs:.2f} epochs"),
+    "run": f"{before}{cfg.num_steps - (start if before else 0):,} "
+    f"{'more ' if before else ''}steps x {cfg.data.batch_size} rows"
+    + ("" if epochs is None else f" = {epochs:.2f} epochs")
+    + f", {total * cfg.data.seq_len:,} tokens",
     "length by": length,
     "learning rate": "; ".join(
       f"from step {start + 1:,} on {warmup_steps(own):,} steps of warm-up to "
@@ -210,6 +217,7 @@ def performance(stats: dict[str, Any]) -> str:
       ("90th percentile {:,.1f}", "train/step_secs_p90", 1e3),
       ("slowest {:,.1f} (means of intervals)", "train/step_secs_max", 1e3),
     ),
+    "gradients": say(("clipped in {:.0%} of the logged steps", "train/clipped", 1)),
     "memory of a device": say(
       ("{:.2f} GiB used at most", "memory/device_peak_gib", 1),
       ("{:.2f} GiB predicted for the step", "memory/predicted_gib", 1),

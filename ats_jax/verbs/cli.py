@@ -462,6 +462,17 @@ def _log_short_lines() -> None:
   handler.addFilter(_shorten)
 
 
+@contextlib.contextmanager
+def short_log() -> Iterator[None]:
+  """Within it, what libraries log through absl is left out as on the command line."""
+  logger = logging.get_absl_logger()
+  logger.addFilter(_shorten)
+  try:
+    yield
+  finally:
+    logger.removeFilter(_shorten)
+
+
 def _shorten(record: std_logging.LogRecord) -> bool:
   """Keep warnings of libraries (Orbax, jax), without tracebacks: they precede an error of ours.
 

@@ -2,15 +2,18 @@
 
   ats-jax evaluate --workdir=runs/debug --step=best
   ats-jax evaluate --workdir=runs/debug --paths=other.txt
+  ats-jax evaluate --workdir=runs/debug --paths=web=other.txt,code=src
 
 Prints a line a metric: eval/loss, eval/perplexity, eval/accuracy, eval/bits_per_byte.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 
 from absl import flags, logging
 
 from ats_jax.checkpoint import load_extra, workdir
+from ats_jax.config.schema.setting import Table
 from ats_jax.config.text import parse_as
 from ats_jax.data.batch import POSITION
 from ats_jax.data.sources import EvalSet, open_data, open_eval_sets
@@ -21,21 +24,27 @@ from ats_jax.store.paths import Path
 from ats_jax.train.evaluate import score_all
 from ats_jax.verbs import cli
 
+NAME = re.compile("[a-z][a-z0-9_-]*=")
 FLAGS = flags.FlagValues()
 _WORKDIR = cli.define_workdir_flag(FLAGS)
 _STEP = cli.define_step_flag(FLAGS)
 _PATHS = flags.DEFINE_string(
-  "paths", "", "Evaluate on these files instead (as data.paths).", flag_values=FLAGS
+  "paths",
+  "",
+  "Evaluate on these files instead (as data.paths), or on sets of them by name: web=a.txt,code=src.",
+  flag_values=FLAGS,
 )
 
 
-def evaluate_run(folder: Path, step: str, text: Sequence[str] = ()) -> tuple[int, dict[str, float]]:
+def evaluate_run(
+  folder: Path, step: str, text: Sequence[str] | Mapping[str, Sequence[str]] = ()
+) -> tuple[int, dict[str, float]]:
   """The step of a checkpoint, and its metrics.
 
   Args:
     folder: the workdir.
     step: a step, "latest" or "best".
-    text: in place of the validation split, as `data.paths`.
+    text: in place of the validation split, as `data.paths`; of several sets by name.
 
   Raises:
     ValueError: if there is no such run, checkpoint or text, or its own text has changed.
@@ -43,7 +52,9 @@ def evaluate_run(folder: Path, step: str, text: Sequence[str] = ()) -> tuple[int
   with load_run(folder, step) as run:
     cfg = run.program.cfg
     if text:
-      sets = (EvalSet("", open_split(cfg.data, cfg.seed, text, run.tokenizer)),)
+      by_name = text if isinstance(text, Mapping) else {"": text}
+      split = lambda files: open_split(cfg.data, cfg.seed, files, run.tokenizer)
+      sets = tuple(EvalSet(name, split(files)) for name, files in by_name.items())
     else:
       train_set, main_set = open_data(cfg.data, cfg.seed)
       train_set.row_of(load_extra(folder / workdir.CHECKPOINTS, run.step)[POSITION])
@@ -56,11 +67,26 @@ def evaluate_run(folder: Path, step: str, text: Sequence[str] = ()) -> tuple[int
     return run.step, score_all(run.program, run.model, sets, run.step)
 
 
+def parse_paths(text: str) -> tuple[str, ...] | Table[tuple[str, ...]]:
+  """Paths, or sets of them by name: those with `NAME=` in front, unless there is such a file.
+
+  Raises:
+    ValueError: if only some have a name.
+  """
+  files = parse_as(tuple[str, ...], text, "paths")
+  named = [NAME.match(file) and not paths.parse(file).exists() for file in files]
+  if not any(named):
+    return files
+  if not named[0]:
+    raise ValueError(f"--paths={text}: {files[0]!r} has no name, and others have. Give it one.")
+  return parse_as(Table[tuple[str, ...]], text, "paths")
+
+
 def main(argv: list[str]) -> None:
   """Print the metrics of a checkpoint."""
   del argv
   folder = paths.parse(cli.require(_WORKDIR.value, "workdir", "runs/debug"))
-  text = parse_as(tuple[str, ...], _PATHS.value, "paths")
+  text = parse_paths(_PATHS.value)
   step, metrics = evaluate_run(folder, _STEP.value, text)
   logging.info("checkpoint %d of %s", step, folder)
   for name, value in metrics.items():

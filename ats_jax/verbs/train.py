@@ -40,6 +40,13 @@ _INIT_FROM = flags.DEFINE_string(
 _INIT_STEP = flags.DEFINE_string(
   "init_step", "latest", "Its checkpoint: a step, 'latest' or 'best'.", flag_values=FLAGS
 )
+_RESUME_STEP = flags.DEFINE_integer(
+  "resume_step",
+  None,
+  "Go on from this checkpoint of the workdir, with its optimizer; later ones are set aside.",
+  lower_bound=0,
+  flag_values=FLAGS,
+)
 
 
 def default_workdir(config: str) -> str:
@@ -62,6 +69,8 @@ def main(argv: list[str]) -> int:
   folder = paths.parse(_WORKDIR.value or default_workdir(CONFIG.file))
   if FLAGS["init_step"].present and not _INIT_FROM.value:
     raise ValueError("--init_step says which checkpoint of --init_from; that is missing.")
+  if _RESUME_STEP.value is not None and _INIT_FROM.value:
+    raise ValueError("--resume_step goes on with a run, --init_from begins one. Give one of them.")
   initial = None
   if _INIT_FROM.value:
     from ats_jax.train.initial_weights import InitialWeights  # here: it reads other formats
@@ -69,7 +78,7 @@ def main(argv: list[str]) -> int:
     initial = InitialWeights.of(_INIT_FROM.value, _INIT_STEP.value)
   with runtime.configured(cfg):
     job.join(cfg)
-    _, end = train_to_end(cfg, folder, initial)
+    _, end = train_to_end(cfg, folder, initial, _RESUME_STEP.value)
   return exits.STOPPED if end is End.STOPPED else exits.DONE
 
 

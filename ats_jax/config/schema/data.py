@@ -91,7 +91,7 @@ class DataConfig:
   )
   seq_len: int = setting(256, "length of a packed row", unit="tokens", low=8, high=2**24)
   batch_size: int = setting(
-    16, "packed rows per optimizer update, over all hosts", low=1, high=2**24
+    16, "packed rows per optimizer update, over all hosts", low=1, high=2**24, resume="free"
   )
   packing: str = setting(
     "auto",

@@ -136,7 +136,8 @@ class TrainRows(Rows, Protocol):
 
   def position(self, row: int) -> dict[str, Any]:
     """What a checkpoint keeps in front of row `row`; JSON."""
-    return {"row": row, "data": self.info.fingerprint}
+    by_steps = {"batch_size": self.info.batch_size} if self.info.batch_size else {}
+    return {"row": row, "data": self.info.fingerprint, **by_steps}
 
   def row_of(self, position: Mapping[str, Any]) -> int:
     """The first row that a run at `position` has not read.
@@ -144,6 +145,13 @@ class TrainRows(Rows, Protocol):
     Raises:
       ValueError: if the position is one in other data.
     """
+    was = position.get("batch_size", self.info.batch_size)
+    if was != self.info.batch_size and self.info.batch_size:
+      raise ValueError(
+        f"data.batch_size={self.info.batch_size}, but the run was trained with {was}, and with "
+        "this data.order the steps decide which rows come when. Go on with "
+        f"--config.data.batch_size={was}, or use another --workdir."
+      )
     saved, own = position["data"], self.info.fingerprint
     if saved != own:
       raise ValueError(

@@ -91,6 +91,7 @@ def memory(device: torch.device) -> dict[str, float]:
     return {
       "memory/device_in_use_gib": torch.cuda.memory_allocated(device) / GIB,
       "memory/device_peak_gib": torch.cuda.max_memory_allocated(device) / GIB,
+      "memory/device_reserved_gib": torch.cuda.memory_reserved(device) / GIB,
       "memory/device_limit_gib": limit / GIB,
     }
   if device.type == "mps":

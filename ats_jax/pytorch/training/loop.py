@@ -41,6 +41,7 @@ from ats_jax.pytorch.training.lora import MERGED, Adapters, Lora
 from ats_jax.pytorch.training.state import optimizer_of, to_jax, to_torch
 from ats_jax.pytorch.training.step import Trainer, Update, batch_on
 from ats_jax.sharding.mesh import make_mesh
+from ats_jax.step.course import Course
 from ats_jax.step.program import Program, make_program
 from ats_jax.step.sparse_value import sparse_value_metrics
 from ats_jax.store import paths
@@ -48,7 +49,7 @@ from ats_jax.store.paths import Path
 from ats_jax.train import report
 from ats_jax.train.evaluate import eval_metrics
 from ats_jax.train.initial_weights import InitialWeights
-from ats_jax.train.num_steps import with_num_steps
+from ats_jax.train.num_steps import rows_read, with_num_steps
 from ats_jax.train.open import ResumePoint, restored_or_new
 
 SCALE = "torch/loss_scale"  # in a checkpoint
@@ -114,6 +115,7 @@ class TorchRun:
     valid_set: the validation split; may have no rows.
     eval_sets: the validation split, if it has rows, and the named validation sets.
     batches: batches of the training split, from the run's position on.
+    course: how far the run is.
     checkpoints: saves and restores the state.
     writer: writes metrics.
     layers: writes arrays of sparse layers; None = there are none.
@@ -134,6 +136,7 @@ class TorchRun:
   valid_set: Rows
   eval_sets: tuple[EvalSet, ...]
   batches: TrainBatches
+  course: Course
   checkpoints: CheckpointManager
   writer: MetricWriter
   layers: LayerLog | None
@@ -234,6 +237,7 @@ class TorchRun:
     metrics["train/perplexity"] = math.exp(min(metrics["train/loss"], 700.0))
     rules = self.program.training_rules(self.step)
     metrics |= sparse_value_metrics(self.cfg, self.program.counts, rules, metrics, arrays)
+    metrics |= self.course.metrics(self.step, metrics)
     metrics |= self.meter.read(self.step, done)
     metrics |= memory_metrics() | devices.memory(self.device)
     if self.trainer.scale.moves:
@@ -316,7 +320,8 @@ def _open(
     initial.check(cfg)
     initial.keep_companions(folder)
   train_set, valid_set = open_data(cfg.data, cfg.seed)
-  cfg, length = with_num_steps(cfg, train_set)
+  done = (0, 0) if newest is None else rows_read(cfg, train_set, *newest)
+  cfg, length = with_num_steps(cfg, train_set, done)
   workdir.write_config(folder, cfg)
   cfg = resolve(cfg, train_set.info.tokenizer.vocab_size)
   cfg = dataclasses.replace(cfg, mesh=MeshConfig())
@@ -379,6 +384,7 @@ def _open(
     valid_set,
     open_eval_sets(cfg.data, valid_set),
     batches,
+    Course(cfg, origin.step, batches.position()["row"]),
     checkpoints,
     writer,
     layers,
@@ -393,6 +399,7 @@ def _meter(program: Program, options: Options) -> Throughput:
   return Throughput(
     num_devices=1,
     peak=peak_flops(devices.kind(options.device), str(options.dtype).removeprefix("torch.")),
+    rows_per_step=cfg.data.batch_size,
     tokens_per_step=cfg.data.batch_size * cfg.data.seq_len,
     flops_per_token=program.flops_per_token(cfg.data.seq_len),
   )

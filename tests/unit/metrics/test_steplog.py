@@ -20,7 +20,9 @@ def path(tmp_path):
 
 @pytest.fixture
 def log(path):
-  speed = Throughput(num_devices=1, peak=None, tokens_per_step=8, flops_per_token={})
+  speed = Throughput(
+    num_devices=1, peak=None, rows_per_step=1, tokens_per_step=8, flops_per_token={}
+  )
   with (
     contextlib.closing(JsonlWriter(path)) as writer,
     StepLog(writer, speed, ProgressBar(9, enabled=False), 2) as log,
