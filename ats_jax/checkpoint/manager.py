@@ -354,7 +354,7 @@ class CheckpointManager:
     count = 1
     while aside.exists():
       count += 1
-      aside = self.directory / f"{step}{suffix}{count}"
+      aside = self.directory / f"{step}{suffix}.{count}"
     paths.move_folder(self.directory / str(step), aside, MANIFEST)
     return aside
 

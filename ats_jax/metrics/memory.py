@@ -23,7 +23,8 @@ def memory_metrics(devices: Sequence[Any] | None = None) -> dict[str, float]:
 
   Returns:
     `memory/host_rss_gib` (loader processes not counted); `memory/device_in_use_gib`,
-    `..._peak_gib`, `..._reserved_gib` and `..._limit_gib` if every device reports them; the CPU backend does not.
+    `..._peak_gib`, `..._reserved_gib` and `..._limit_gib` if every device reports them; the CPU
+    backend does not.
   """
   metrics = {"memory/host_rss_gib": psutil.Process().memory_info().rss / GIB}
   stats = [device.memory_stats() or {} for device in devices or jax.local_devices()]

@@ -55,8 +55,8 @@ def rows_read(
   row = train_set.row_of(extra[POSITION])
   if row != step * cfg.data.batch_size and len(cfg.data.phases) > 1:
     raise ValueError(
-      f"data.batch_size={cfg.data.batch_size}, but the first {step:,} steps read {row:,} rows: with "
-      "several data.phases the batch size cannot change, as rows and steps would no longer agree "
-      "on where a phase begins. Go on with the old one."
+      f"data.batch_size={cfg.data.batch_size}, but the first {step:,} steps read {row:,} rows. "
+      "With several data.phases the batch size cannot change, as rows and steps would no longer "
+      "agree on where a phase begins. Go on with the old one."
     )
   return step, row

@@ -31,7 +31,7 @@ _STEP = cli.define_step_flag(FLAGS)
 _PATHS = flags.DEFINE_string(
   "paths",
   "",
-  "Evaluate on these files instead (as data.paths), or on sets of them by name: web=a.txt,code=src.",
+  "Evaluate on these files instead (as data.paths), or on sets by name: web=a.txt,code=src.",
   flag_values=FLAGS,
 )
 

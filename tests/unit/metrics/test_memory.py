@@ -31,10 +31,14 @@ class Device:
 def test_the_fullest_device_counts_in_gib():
   gib = 2**30
   devices = [
-    Device(bytes_in_use=2 * gib, peak_bytes_in_use=9 * gib, bytes_limit=80 * gib),
-    Device(bytes_in_use=3 * gib, peak_bytes_in_use=8 * gib),
+    Device(bytes_in_use=2 * gib, peak_bytes_in_use=9 * gib, pool_bytes=0, bytes_limit=80 * gib),
+    Device(bytes_in_use=3 * gib, peak_bytes_in_use=8 * gib, pool_bytes=10 * gib),
   ]
   metrics = memory_metrics(devices)
   assert metrics.pop("memory/host_rss_gib") > 0
   # One device reports no limit: none is claimed.
-  assert metrics == {"memory/device_in_use_gib": 3.0, "memory/device_peak_gib": 9.0}
+  assert metrics == {
+    "memory/device_in_use_gib": 3.0,
+    "memory/device_peak_gib": 9.0,
+    "memory/device_reserved_gib": 10.0,
+  }

@@ -57,6 +57,7 @@ def meter(peak):
   return now, Throughput(
     num_devices=2,
     peak=peak,
+    rows_per_step=10,
     tokens_per_step=1000,
     flops_per_token=flops,
     clock=lambda: now[0],

@@ -305,10 +305,13 @@ def test_console_lines_are_short_and_aligned():
     writer.write_scalars(step, {**row, "train/z": 2.0, "memory/host_rss_gib": 1.0})
   writer.write_scalars(100, {"eval/loss": math.nan, "eval/batches": 3})
   writer.write_scalars(100, {"goodput/step_secs": 1.0})
+  named = {"eval/code/loss": 2.5, "eval/code/accuracy": 0.5, "eval/web/loss": 4.0}
+  writer.write_scalars(200, {"eval/loss": 3.0, **named})
   assert lines == [
     "step      10  train  loss 3.25      tok/s 123,457   lr 0.0003",
     "step     100  train  loss 12.06     tok/s 123,457   lr 0.0003",
     "step     100  eval   loss nan       batches 3",
+    "step     200  eval   loss 3         code/loss 2.5       web/loss 4",
   ]
 
 

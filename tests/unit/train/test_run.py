@@ -103,6 +103,49 @@ def test_weights_that_cannot_be_taken(config, trained, tmp_path, no_step):
     shutil.rmtree(tmp_path / "run", ignore_errors=True)
 
 
+def test_another_batch_size_goes_on_with_the_next_row(config, interrupted, no_step, caplog):
+  """Lengths in epochs count what earlier steps read."""
+  was = config().data.batch_size
+  cfg = config(data__batch_size=2 * was, num_epochs=2.0, **TRAINED)
+  with caplog.at_level("INFO", logger="absl"), opened(cfg, interrupted) as run:
+    assert run.step == 3
+    rows = np.arange(3 * was, 5 * was)[None]
+    batch = next(run.batches)
+    np.testing.assert_array_equal(batch["tokens"], run.train_set.read(rows)["tokens"])
+    assert run.position()["position"]["row"] == 5 * was
+    left = 2 * run.train_set.info.num_rows - 3 * was
+    assert run.cfg.num_steps == 3 + math.ceil(left / (2 * was))
+  assert f"data.batch_size: {was} -> {2 * was}" in caplog.text
+  assert f"run: 3 steps read {3 * was} rows; {run.cfg.num_steps - 3} more steps x" in caplog.text
+
+
+def test_a_run_goes_back_to_a_checkpoint_once(config, trained, tmp_path, no_step, caplog):
+  """Later ones are set aside and rows of metrics cut; whoever starts the command again goes on."""
+  cfg, folder = config(**TRAINED), shutil.copytree(trained[0], tmp_path / "run")
+  checkpoints = folder / "checkpoints"
+  with pytest.raises(ValueError, match=r"no checkpoint 4 in .*there are \[3, 6\]"):
+    train(cfg, folder, resume_step=4)
+  assert (checkpoints / "6").exists()
+  caplog.set_level("INFO", logger="absl")
+  with open_run(cfg, folder, resume_step=3) as run:
+    assert run.step == 3
+  assert f"the later one 6 is now {checkpoints / '6.after_3'}" in caplog.text
+  assert max(logged(folder, "train/loss")) == 3
+  shutil.copytree(checkpoints / "6.after_3", checkpoints / "6")
+  with open_run(cfg, folder, resume_step=3) as run:
+    assert run.step == 6
+  assert "was done at an earlier start" in caplog.text
+  (checkpoints / "resume_step").unlink()
+  with open_run(cfg, folder, resume_step=3) as run:
+    assert run.step == 3
+  assert (checkpoints / "6.after_3.2").exists() and (checkpoints / "6.after_3").exists()
+
+
+def test_a_run_that_went_back_makes_the_same_steps_again(config, trained, tmp_path):
+  folder = shutil.copytree(trained[0], tmp_path / "run")
+  assert_same(train(config(**TRAINED), folder, resume_step=3), trained[1])
+
+
 def test_checkpoints_of_another_run_are_refused(config, trained, tmp_path, no_step):
   folder = shutil.copytree(trained[0], tmp_path / "run")
   own = (folder / "run_id").read_text().strip()
