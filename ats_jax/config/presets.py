@@ -79,6 +79,11 @@ def _llama(layers: int, d_model: int, heads: int, d_ff: int, **other) -> Preset:
 
 
 PRESETS = {
+  # 14M parameters, of which a token uses 2M beside the embedding; for one small GPU, such as a T4.
+  "demo_14m": _b(
+    2, 128, 2, 2, d_ff=1216, seq_len=512, variant="moe", learning_rate=1e-4, batch_size=240,
+    accum_steps=8, remat="none",
+  ),
   # The shape of gpt_125m. Of 32 experts as wide as its feed-forward a token uses 0.2B parameters.
   "debug_200m": _b(
     12, 768, 12, 12, seq_len=512, num_experts=32, learning_rate=6e-4, batch_size=4,

@@ -335,7 +335,7 @@ def test_second_damaged_copy_of_a_step_gets_a_name_of_its_own(checkpoints):
   truncate(checkpoints / "3")
   with CheckpointManager(checkpoints, CheckpointConfig()) as manager:
     assert manager.restore_latest(make_state(0))[0] == 2
-  assert (checkpoints / "3.damaged2").is_dir()
+  assert (checkpoints / "3.damaged.2").is_dir()
 
 
 def test_leftover_of_a_killed_process_is_removed_with_a_line(checkpoints, caplog):

@@ -71,6 +71,7 @@ def test_speed_is_that_of_the_last_interval():
   assert speed.read(3) == pytest.approx(
     {
       "train/tokens_per_sec": 500.0,
+      "train/samples_per_sec": 5.0,
       "train/steps_per_sec": 0.5,
       "train/tflops_per_device": 0.5,  # 2e9 a token, 500 tokens/s, 2 devices
       "train/mfu": 0.5,
@@ -91,6 +92,7 @@ def test_start_leaves_out_what_came_before():
   now[0] = 102.0
   assert speed.read(12) == {
     "train/tokens_per_sec": 2000.0,
+    "train/samples_per_sec": 20.0,
     "train/steps_per_sec": 2.0,
     "train/tflops_per_device": 2.0,  # without a peak too
   }
@@ -108,6 +110,7 @@ def test_the_summary_is_of_all_intervals():
   assert speed.summary() == pytest.approx(
     {
       "train/tokens_per_sec": 1000.0,
+      "train/samples_per_sec": 10.0,
       "train/steps_per_sec": 1.0,
       "train/tflops_per_device": 1.0,
       "train/mfu": 1.0,
