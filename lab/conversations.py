@@ -13,38 +13,12 @@ import random
 from collections.abc import Callable
 
 COUNT = 320
-WORDS = [
-  "apple",
-  "river",
-  "stone",
-  "cloud",
-  "tiger",
-  "paper",
-  "window",
-  "garden",
-  "silver",
-  "bridge",
-  "candle",
-  "forest",
-  "hammer",
-  "island",
-  "jacket",
-  "kettle",
-  "ladder",
-  "mirror",
-  "needle",
-  "orange",
-  "pencil",
-  "rabbit",
-  "saddle",
-  "turtle",
-  "velvet",
-  "wallet",
-  "yellow",
-  "zebra",
-  "anchor",
-  "basket",
-]
+WORDS = (
+  "apple", "river", "stone", "cloud", "tiger", "paper", "window", "garden", "silver", "bridge",
+  "candle", "forest", "hammer", "island", "jacket", "kettle", "ladder", "mirror", "needle",
+  "orange", "pencil", "rabbit", "saddle", "turtle", "velvet", "wallet", "yellow", "zebra",
+  "anchor", "basket",
+)  # fmt: skip
 NAMES = ["Ada", "Ben", "Cleo", "Dana", "Emil", "Fay", "Gus", "Hana", "Ivo", "June"]
 DAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"]
 UNITS = (("metres", "centimetres", 100), ("hours", "minutes", 60), ("weeks", "days", 7))

@@ -119,6 +119,9 @@ def _compare(workdir: Path, previous: Mapping[str, Any], cfg: Config, *, all_fre
       f"{workdir} holds a run with other settings:\n{lines}\n"
       "Use another --workdir for the new settings, or the old settings to go on."
     )
+  if all_free and changed:
+    logging.info("changed since the last start, which saved nothing: %s", ", ".join(changed))
+    return
   for name, (was, now, _) in changed.items():
     logging.info("changed since the last start: %s: %r -> %r", name, was, now)
 

@@ -7,7 +7,8 @@ from absl import flags
 
 from ats_jax.bridge import config_import
 from ats_jax.checkpoint import workdir
-from ats_jax.config import Config, from_config_dict
+from ats_jax.config import Config
+from ats_jax.config.extend import build
 from ats_jax.config.file import load_file
 from ats_jax.config.names import differences, flatten
 from ats_jax.store import paths
@@ -57,7 +58,7 @@ def _import(name: str) -> None:
 def _load(name: str) -> Config:
   if Path(name).is_dir():
     return workdir.load_config(paths.parse(name))
-  return from_config_dict(load_file(name))
+  return build(load_file(name).to_dict())
 
 
 def _show(name: str) -> None:

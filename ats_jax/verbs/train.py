@@ -15,6 +15,8 @@ from absl import flags, logging
 
 from ats_jax import exits
 from ats_jax.cluster import job, runtime
+from ats_jax.config.build import extensions_of
+from ats_jax.config.extend import load
 from ats_jax.store import paths
 from ats_jax.train.loop import End, train_to_end
 from ats_jax.verbs import cli
@@ -63,6 +65,8 @@ def main(argv: list[str]) -> int:
   if _EXPLAIN.value is not None:
     from ats_jax.config.explain import explain  # here: a run explains nothing
 
+    if FLAGS["config"].present:
+      load(extensions_of(CONFIG.nested()))  # they may bring settings
     print(explain(_EXPLAIN.value))
     return exits.DONE
   cfg = CONFIG.value

@@ -23,6 +23,7 @@ import ats_jax
 from ats_jax import api
 from ats_jax.config import Config
 from ats_jax.train.run import Run
+from ats_jax.verbs import cli
 
 PAGE = REPOSITORY / "docs" / "reference" / "api.md"
 
@@ -175,3 +176,16 @@ def test_what_cannot_be_configured():
   ):
     with pytest.raises(ValueError, match=says):
       api.config("debug", settings)
+
+
+def test_libraries_are_as_quiet_as_on_the_command_line(caplog):
+  """Their information is left out for as long as a call lasts; warnings and our own lines stay."""
+  absl = logging.getLogger("absl")
+  say = lambda path, level: absl.handle(absl.makeRecord("absl", level, path, 1, path, (), None))
+  own = str(REPOSITORY / "ats_jax" / "train" / "run.py")
+  with caplog.at_level("INFO"), cli.short_log():
+    for path in (own, "/lib/orbax/a.py"):
+      say(path, logging.INFO)
+    say("/lib/orbax/b.py", logging.WARNING)
+  say("/lib/orbax/c.py", logging.WARNING)
+  assert caplog.messages == [own, "/lib/orbax/b.py", "/lib/orbax/c.py"]

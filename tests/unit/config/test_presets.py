@@ -59,6 +59,7 @@ def test_every_dimension_is_used():
 COUNTS = {
   "b7:moe": (36_177_711_104, 10_206_580_736),
   "b300:moe": (3_358_175_744_000, 934_706_892_800),
+  "demo_14m:moe": (14_041_728, 0),
   "p828_60m:moe": (56_888_832, 54_529_536),
   "llama_7b:dense": (8_030_261_248, 8_030_261_248),
 }
@@ -81,7 +82,7 @@ def test_weights_are_float32_and_a_warm_up_fits_any_number_of_steps():
 
 def test_variants():
   sparse = {name for name in PRESETS if preset(name).moe.num_experts}
-  assert sparse == {"moe_200m", "p828_60m", "p828_800m", "moe_small"}
+  assert sparse == {"demo_14m", "moe_200m", "p828_60m", "p828_800m", "moe_small"}
   assert preset("moe_small", "dense").moe.num_experts == 0
 
   with pytest.raises(ValueError, match=r"^unknown variant 'big' of b7\. .*'dense'.*'hybrid'"):
