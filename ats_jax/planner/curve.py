@@ -185,7 +185,8 @@ def _binned(curve: Curve, skipped: int) -> tuple[np.ndarray, np.ndarray]:
   if len(starts) < MIN_POINTS:
     raise ValueError(
       f"{len(starts)} points after step {skipped}, where fitting begins; {MIN_POINTS} are needed, "
-      f"and a {BINS}th of the run gives one at most. Longer runs, or a loss that is measured more often, have more."
+      f"and a {BINS}th of the run gives one at most. Longer runs, "
+      "or a loss that is measured more often, have more."
     )
   return _features(curve.rates, steps, starts), np.add.reduceat(losses, starts) / sizes
 
