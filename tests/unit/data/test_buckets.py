@@ -161,7 +161,7 @@ def test_a_position_is_one_in_the_same_steps(parted):
   position = parted().position(12)
   assert parted().row_of(position) == 12
   for other in ({"batch_size": 5}, {"order": TWO}, {"order": RISING}, {"seq_len": 256}):
-    with pytest.raises(ValueError, match="was trained (on other data|with 6)"):
+    with pytest.raises(ValueError, match=r"was trained (on other data|with 6)"):
       parted(**other).row_of(position)
 
 
