@@ -14,7 +14,7 @@ from ats_jax.data.chat.conversation import Conversation, Message
 from ats_jax.data.chat.jinja import JinjaTemplate
 from ats_jax.data.chat.segments import BOS, EOS, ChatSegment
 from ats_jax.data.chat.templates import PUBLISHED, Template
-from ats_jax.data.tokens.base import OWN_NAMES, Tokenizer, known_ids
+from ats_jax.data.tokens.base import OWN_NAMES, Parts, Tokenizer, known_ids
 from ats_jax.store import paths
 
 # What `transformers` calls the files of a template.
@@ -132,25 +132,29 @@ class ChatTokenizer:
     """Return the ids of each text, as integer arrays."""
     return self.inner.encode_batch(texts)
 
+  def encode_parts(self, documents: Sequence[Sequence[str | int]]) -> list[Parts]:
+    """Return the ids of documents of several parts."""
+    return self.inner.encode_parts(documents)
+
   def decode(self, ids: Iterable[int]) -> str:
     """Return the text of `ids`, without special tokens."""
     return self.inner.decode(i for i in known_ids(ids, self) if i not in self._special_ids)
 
   def encode_segments(self, conversations: Sequence[Sequence[ChatSegment]]) -> list[Encoded]:
-    """Ids of what a template wrote, each segment by itself.
+    """Ids of what a template wrote, encoded as one text, as others encode it.
 
     A document begins with the tokenizer's own bos, so the template's is left out.
     """
-    texts = dict.fromkeys(s.text for c in conversations for s in c if not s.special)
-    ids = dict(zip(texts, self.inner.encode_batch(list(texts)), strict=True))
-    return [self._joined(c, ids) for c in conversations]
+    parts = [[self._id(s.text) if s.special else s.text for s in c] for c in conversations]
+    encoded = zip(conversations, self.encode_parts(parts), strict=True)
+    return [self._with_codes(segments, *document) for segments, document in encoded]
 
-  def _joined(self, segments: Sequence[ChatSegment], ids: Mapping[str, np.ndarray]) -> Encoded:
-    if segments and segments[0].special and self._id(segments[0].text) == self.bos_id:
-      segments = segments[1:]
-    parts = [np.array([self._id(s.text)]) if s.special else ids[s.text] for s in segments]
-    codes = np.repeat([s.code for s in segments], [len(part) for part in parts])
-    return Encoded(np.concatenate(parts).astype(np.uint32), codes.astype(np.uint8))
+  def _with_codes(
+    self, segments: Sequence[ChatSegment], ids: np.ndarray, part: np.ndarray
+  ) -> Encoded:
+    codes = np.array([s.code for s in segments], np.uint8)[part]
+    begin = int(ids[:1].tolist() == [self.bos_id])
+    return Encoded(ids[begin:], codes[begin:])
 
   def prompt(self, conversation: Conversation) -> list[int]:
     """What a model reads before it answers, bos first.

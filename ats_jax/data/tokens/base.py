@@ -1,12 +1,22 @@
 """What the rest of the system knows of a tokenizer."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 
 # What a document's own special tokens are called where a tokenizer has no name for them.
 OWN_NAMES = {"bos_token": "<|bos|>", "eos_token": "<|eos|>", "pad_token": "<|pad|>"}
+
+
+class Parts(NamedTuple):
+  """A document that was encoded as a whole: arrays [tokens] of ids, and of each the part it is of.
+
+  A token that holds characters of two parts is of the later one.
+  """
+
+  ids: np.ndarray
+  part: np.ndarray
 
 
 class Tokenizer(Protocol):
@@ -63,6 +73,14 @@ class Tokenizer(Protocol):
 
   def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
     """`encode` of each text as an integer array; uses all cores where the tokenizer can."""
+    ...
+
+  def encode_parts(self, documents: Sequence[Sequence[str | int]]) -> list[Parts]:
+    """Ids of documents, whose parts are texts that are not empty, and ids of special tokens.
+
+    Texts that stand side by side are encoded as one. By themselves they may have other ids: many
+    tokenizers put a blank before a text, and a token may reach from one into the next.
+    """
     ...
 
   def question(self, text: str) -> str | list[int]:
@@ -124,3 +142,8 @@ def known_ids(ids: Iterable[int], tokenizer: Tokenizer) -> list[int]:
     if not 0 <= i < tokenizer.vocab_size:
       raise ValueError(f"Token id {i} is outside the vocabulary [0, {tokenizer.vocab_size}).")
   return known
+
+
+def part_of(places: np.ndarray, starts: np.ndarray) -> np.ndarray:
+  """The number of the part in which each place of a text lies; part n begins at `starts[n]`."""
+  return np.searchsorted(starts, places, side="right") - 1

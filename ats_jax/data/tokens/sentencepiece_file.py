@@ -6,6 +6,7 @@ look like special tokens are made control pieces when a model is read.
 
 import base64
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ats_jax.data.text.formats.extra import import_extra
-from ats_jax.data.tokens.base import OfDocuments, known_ids
+from ats_jax.data.tokens.base import OfDocuments, Parts, known_ids, part_of
 
 _LOOKS_SPECIAL = re.compile(r"<\|[^<>]*\|>|<(start|end)_of_\w+>|\[/?[A-Z_]+\]")
 KIND = "sentencepiece"  # of module, extra and a workdir's file
@@ -64,6 +65,33 @@ class SentencePieceTokenizer(OfDocuments):
     threads = 1 if os.environ.get("TOKENIZERS_PARALLELISM") == "false" else -1
     encoded = self._inner.encode(list(texts), num_threads=threads)
     return [np.array(ids, np.uint32) for ids in encoded]
+
+  def encode_parts(self, documents: Sequence[Sequence[str | int]]) -> list[Parts]:
+    """Return the ids of documents of several parts; a text begins anew behind a special token."""
+    return [self._in_parts(document) for document in documents]
+
+  def _in_parts(self, document: Sequence[str | int]) -> Parts:
+    ids, part = [], []
+    for is_text, numbers in itertools.groupby(
+      range(len(document)), lambda number: isinstance(document[number], str)
+    ):
+      if not is_text:
+        part += (special := list(numbers))
+        ids += [document[number] for number in special]
+        continue
+      raw = {number: str(document[number]).encode() for number in numbers}  # places count bytes
+      whole = self._places.FromString(
+        self._inner.encode(b"".join(raw.values()).decode(), out_type="serialized_proto")
+      )
+      ids += [piece.id for piece in whole.pieces]
+      starts = np.cumsum([0, *map(len, raw.values())])[:-1]
+      lasts = [max(piece.begin, piece.end - 1) for piece in whole.pieces]
+      part += (min(raw) + part_of(np.array(lasts, np.int64), starts)).tolist()
+    return Parts(np.array(ids, np.uint32), np.array(part, np.int64))
+
+  @property
+  def _places(self) -> Any:
+    return import_extra(f"{KIND}.{KIND}_pb2", "a tokenizer of SentencePiece", KIND).SentencePieceText
 
   def decode(self, ids: Iterable[int]) -> str:
     """Return the text of `ids`, without special tokens."""

@@ -1,7 +1,9 @@
 """Text <-> token ids: UTF-8 bytes, a BPE trained on the training text, or a tokenizer's file."""
 
 import contextlib
+import functools
 import hashlib
+import itertools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +17,8 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from ats_jax.config.schema import DataConfig
 from ats_jax.data.corpus import cache
-from ats_jax.data.tokens.base import OfDocuments, Tokenizer, known_ids
+from ats_jax.data.tokens.base import OfDocuments, Parts, Tokenizer, known_ids
+from ats_jax.data.tokens.whole import WholeTexts
 from ats_jax.store import paths
 
 BPE_SAMPLE_BYTES = 16 * 2**20  # of text at least, where there is so much
@@ -65,9 +68,19 @@ class ByteTokenizer(OfDocuments):
     """Return the ids of each text, as integer arrays."""
     return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
+  def encode_parts(self, documents: Sequence[Sequence[str | int]]) -> list[Parts]:
+    """Return the ids of documents of several parts."""
+    return [_parts_of_bytes(parts) for parts in documents]
+
   def decode(self, ids: Iterable[int]) -> str:
     """Return the text of `ids`, without special tokens."""
     return bytes(i for i in known_ids(ids, self) if i < 256).decode(errors="replace")
+
+
+def _parts_of_bytes(document: Sequence[str | int]) -> Parts:
+  ids = [list(part.encode()) if isinstance(part, str) else [part] for part in document]
+  part = np.repeat(np.arange(len(ids)), list(map(len, ids)))
+  return Parts(np.array(list(itertools.chain(*ids)), np.uint32), part)
 
 
 class JsonTokenizer(OfDocuments):
@@ -115,6 +128,14 @@ class JsonTokenizer(OfDocuments):
     """Return the ids of each text, as integer arrays."""
     encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
     return [np.array(e.ids, np.uint32) for e in encodings]
+
+  @functools.cached_property
+  def _whole(self) -> WholeTexts:  # a second copy, which only conversations need
+    return WholeTexts(self._text)
+
+  def encode_parts(self, documents: Sequence[Sequence[str | int]]) -> list[Parts]:
+    """Return the ids of documents of several parts."""
+    return self._whole.encode(documents)
 
   def decode(self, ids: Iterable[int]) -> str:
     """Return the text of `ids`, without special tokens."""
