@@ -27,6 +27,7 @@ TIMEOUT_SECS = 10.0  # for one conversation; a template takes a millisecond
 _PROGRAM = Path(__file__).with_name("sandbox.py")
 _FREE = [chr(c) for c in range(0xFDD0, 0xFDF0)]  # no characters, and never will be (Unicode 23.7)
 _PROBE = Conversation((Message("user", "question"), Message("assistant", "answer")))
+_LONGER = Conversation(_PROBE.messages * 2)
 
 
 class Sandbox:
@@ -151,15 +152,35 @@ class JinjaTemplate:
       try:
         answer = [s for s in self.render(_PROBE) if s.counts]
       except MalformedError as e:
-        raise ValueError(f"the chat template refuses a question with an answer: {e}.") from e
+        raise ValueError(f"the chat template is tried with a question and an answer: {e}") from e
       self._ends = (answer[-1].text,)
     return self._ends
+
+  @functools.cached_property
+  def _tail(self) -> str:
+    """What stands behind the last turn of a conversation, such as an eos; it is of no turn.
+
+    It is what a conversation and a longer one have in common at their ends, from where they differ
+    on. If no answer ends before it, it is the end of the last answer.
+    """
+    try:
+      short, long = (self._writing(c)[0].text() for c in (_PROBE, _LONGER))
+    except MalformedError:  # it takes no second question, so each conversation ends in one way
+      return ""
+    at = len(os.path.commonprefix([short, long]))
+    inside = (m.start() for m in self._tokens.finditer(short) if m.start() < at < m.end())
+    at = next(inside, at)  # tokens that begin alike are no part of what is common
+    ends = [m.end() for m in self._tokens.finditer(short, 0, at)]
+    is_end = bool(ends) and not short[ends[-1] : at].strip()
+    return short[at:] if is_end and long.endswith(short[at:]) else ""
 
   def render(self, conversation: Conversation, *, prompt: bool = False) -> list[ChatSegment]:
     """Return the segments of a conversation; a role is known for answers only.
 
     Raises:
-      ValueError: if an answer is not found exactly, or its end is not in the loss.
+      MalformedError: if the template refuses it, an answer is not found exactly, or its end is not
+        in the loss.
+      ValueError: if the template does not end, or does what no template may.
     """
     try:
       write, breaker = self._writing(conversation)
@@ -168,7 +189,7 @@ class JinjaTemplate:
     if prompt:
       text, spans = write.text(prompt=True), []
     else:
-      text, spans = write.marked() if self._has_marks else write.by_turns()
+      text, spans = write.marked() if self._has_marks else write.by_turns(self._tail)
     segments: list[ChatSegment] = []
     at = 0
     for number, (turn, begin, end) in enumerate(spans, 1):
@@ -221,22 +242,24 @@ class JinjaTemplate:
     """Where the special token ends with which an answer ends; blanks may follow it.
 
     Raises:
-      ValueError: if there is none.
+      MalformedError: if there is none.
     """
     tokens = list(self._tokens.finditer(text, begin, end))
     if tokens and not text[tokens[-1].end() : end].strip():
       return tokens[-1].end()
     if self._has_marks:
-      raise ValueError(
+      raise MalformedError(
+        "end of an answer not found",
         "the chat template leaves the end of an answer out of the loss: its {% generation %} marks "
         f"enclose {text[begin:end][-40:]!r}, which ends with no special token. A model would never "
-        "learn to stop. Set data.format.marks=false to take whole turns in their place."
+        "learn to stop. Set data.format.marks=false to take whole turns in their place.",
       )
-    raise ValueError(
+    raise MalformedError(
+      "end of an answer not found",
       f"the chat template ends an answer with {text[begin:end][-40:]!r}, which is no special token "
       "of the tokenizer, so the end of a turn is not in the loss. A model would never learn to "
       "stop. Write {{ eos_token }} behind an answer, or use a template by name: "
-      "data.format.template=chatml."
+      "data.format.template=chatml.",
     )
 
   def _cut(self, text: str, like: ChatSegment) -> Iterator[ChatSegment]:
@@ -278,24 +301,30 @@ class _Writing(NamedTuple):
     answers = self.answers()
     parts = re.split(f"[{''.join(self.marks)}]", self.text(marks=True))
     if len(parts) != 2 * len(answers) + 1:
-      raise ValueError(
+      raise MalformedError(
+        "answers not found",
         f"the chat template marks {len(parts) // 2} of {len(answers)} answers with "
-        "{% generation %}. Set data.format.marks=false to take whole turns in their place."
+        "{% generation %}. Set data.format.marks=false to take whole turns in their place.",
       )
     ends = list(itertools.accumulate(map(len, parts)))
     return "".join(parts), list(zip(answers, ends[0::2], ends[1::2], strict=False))
 
-  def by_turns(self) -> tuple[str, list[tuple[int, int, int]]]:
-    """The text, and of each answer its turn, and from where to where that adds to those before."""
+  def by_turns(self, tail: str) -> tuple[str, list[tuple[int, int, int]]]:
+    """The text, and of each answer its turn, and from where to where that adds to those before.
+
+    Args:
+      tail: what stands behind the last turn, whichever that is.
+    """
     text = self.text()
     spans = []
     for turn in self.answers():
-      before, after = self.text(turn, prompt=True), self.text(turn + 1)
+      before, after = self.text(turn, prompt=True), self.text(turn + 1).removesuffix(tail)
       if not text.startswith(after) or not after.startswith(before):
-        raise ValueError(
+        raise MalformedError(
+          "answers not found",
           f"the chat template writes what comes before turn {turn + 1} in another way once that "
           "turn or a later one follows, so it cannot be told which tokens are the answer. Use a "
-          "template with {% generation %} marks, or one by name: data.format.template=chatml."
+          "template with {% generation %} marks, or one by name: data.format.template=chatml.",
         )
       spans.append((turn, len(before), len(after)))
     return text, spans

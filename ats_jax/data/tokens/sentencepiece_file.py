@@ -91,7 +91,9 @@ class SentencePieceTokenizer(OfDocuments):
 
   @property
   def _places(self) -> Any:
-    return import_extra(f"{KIND}.{KIND}_pb2", "a tokenizer of SentencePiece", KIND).SentencePieceText
+    return import_extra(
+      f"{KIND}.{KIND}_pb2", "a tokenizer of SentencePiece", KIND
+    ).SentencePieceText
 
   def decode(self, ids: Iterable[int]) -> str:
     """Return the text of `ids`, without special tokens."""

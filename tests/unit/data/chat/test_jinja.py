@@ -103,8 +103,39 @@ def test_a_template_whose_answers_have_no_end_is_refused(source, special, messag
 )
 def test_a_template_that_treats_turns_differently_is_refused(source, message):
   long = Conversation((*QUESTION.messages, Message("user", "c"), Message("assistant", "d")))
-  with pytest.raises(ValueError, match=message):
+  with pytest.raises(MalformedError, match=message):  # the record alone, not the training
     template(source).render(long)
+
+
+ASKS = "{{ '<|im_start|>assistant\n' if add_generation_prompt else '' }}"
+OTHERWISE_EOS = ASKS.replace("''", "eos_token")
+TURN = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>"
+
+
+@pytest.mark.parametrize(
+  ("source", "end"),
+  [
+    (TURN + "{% endfor %}" + OTHERWISE_EOS, "<|im_end|>"),
+    (TURN + "\n{% endfor %}" + OTHERWISE_EOS, "<|im_end|>"),
+    (TURN + "{% endfor %}" + ASKS.replace("''", "'\n' + eos_token"), "<|im_end|>"),
+    (TURN + "{{ eos_token if m.role == 'assistant' }}{% endfor %}" + ASKS, "<|im_end|></s>"),
+    (
+      "{% for m in messages %}{{ m.content }}{% endfor %}"
+      "{{ '' if add_generation_prompt else eos_token }}",
+      "</s>",
+    ),
+  ],
+)
+def test_what_ends_a_conversation_ends_no_answer_unless_nothing_else_does(source, end):
+  own = template(source)
+  assert answers(own.render(QUESTION)) == [f"b{end}"]
+  assert own.ends == ((EOS,) if end.endswith("</s>") else (end,))
+  turns = (*QUESTION.messages, Message("user", "c"), Message("assistant", "<|im"))
+  if end == "</s>":  # which ends the last answer alone
+    with pytest.raises(MalformedError, match="in another way once"):
+      own.render(Conversation(turns))
+  else:
+    assert answers(own.render(Conversation(turns))) == [f"b{end}", f"<|im{end}"]
 
 
 def test_tools_reach_the_template_and_stay_text():
