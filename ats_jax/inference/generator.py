@@ -40,8 +40,13 @@ def generate(
       (`ChatTokenizer.prompt`).
     seed: seed of the draws.
   """
-  tokens = generate_tokens(model, tokenizer, cfg, rules=rules, prompt=prompt, seed=seed)
-  return until_stop(stream_text(tokens, tokenizer), cfg.stop)
+  ids = _prompt_ids(tokenizer, prompt)
+  tokens = generate_tokens(model, tokenizer, cfg, rules=rules, prompt=ids, seed=seed)
+  return until_stop(stream_text(tokens, tokenizer, ids), cfg.stop)
+
+
+def _prompt_ids(tokenizer: Tokenizer, prompt: str | Sequence[int]) -> list[int]:
+  return [tokenizer.bos_id, *tokenizer.encode(prompt)] if isinstance(prompt, str) else list(prompt)
 
 
 def generate_tokens(
@@ -54,7 +59,7 @@ def generate_tokens(
   seed: int,
 ) -> Iterator[int]:
   """Yield the ids that continue `prompt`, up to and without the one that ends them."""
-  ids = [tokenizer.bos_id, *tokenizer.encode(prompt)] if isinstance(prompt, str) else list(prompt)
+  ids = _prompt_ids(tokenizer, prompt)
   # Lengths are rounded up so that prompts of similar length share a compiled program.
   padded = max(16, 1 << (len(ids) - 1).bit_length())
   length = -(-(padded + cfg.max_tokens) // 64) * 64
@@ -153,9 +158,11 @@ def sample(
   return jax.random.categorical(key, logits_BV).astype(jnp.int32)
 
 
-def stream_text(tokens: Iterable[int], tokenizer: Tokenizer) -> Iterator[str]:
-  """Turn ids into pieces of text that never cut a character."""
-  decoder = StreamDecoder(tokenizer)
+def stream_text(
+  tokens: Iterable[int], tokenizer: Tokenizer, prompt: Sequence[int] = ()
+) -> Iterator[str]:
+  """Turn ids that continue a prompt's into pieces of text that never cut a character."""
+  decoder = StreamDecoder(tokenizer, prompt)
   for token in tokens:
     if piece := decoder.push(token):
       yield piece

@@ -167,7 +167,8 @@ class JinjaTemplate:
       short, long = (self._writing(c)[0].text() for c in (_PROBE, _LONGER))
     except MalformedError:  # it takes no second question, so each conversation ends in one way
       return ""
-    at = len(os.path.commonprefix([short, long]))
+    pairs = enumerate(zip(short, long, strict=False))
+    at = next((at for at, (one, other) in pairs if one != other), len(short))
     inside = (m.start() for m in self._tokens.finditer(short) if m.start() < at < m.end())
     at = next(inside, at)  # tokens that begin alike are no part of what is common
     ends = [m.end() for m in self._tokens.finditer(short, 0, at)]

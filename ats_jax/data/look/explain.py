@@ -88,9 +88,10 @@ def _codes_for_tokens(packed: Packed) -> Packed:
 
 
 def _shown(token: int, tokenizer: Tokenizer) -> str:
-  """A special token by its name, any other as a Python string."""
+  """A special token by its name, any other as a Python string: what it adds to a text."""
   if token not in tokenizer.special_ids:
-    return repr(tokenizer.decode([token]))
+    before = tokenizer.encode("a")  # at the beginning of a text it may have no blank
+    return repr(tokenizer.decode([*before, token])[len(tokenizer.decode(before)) :])
   names = {tokenizer.bos_id: "(bos)", tokenizer.pad_id: "(pad)", tokenizer.eos_id: "(eos)"}
   if isinstance(tokenizer, ChatTokenizer):
     names |= {i: name for name, i in tokenizer.special.items()}

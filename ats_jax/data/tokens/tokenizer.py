@@ -5,7 +5,7 @@ import functools
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,6 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from ats_jax.config.schema import DataConfig
 from ats_jax.data.corpus import cache
+from ats_jax.data.tokens import lossless
 from ats_jax.data.tokens.base import OfDocuments, Parts, Tokenizer, known_ids
 from ats_jax.data.tokens.whole import WholeTexts
 from ats_jax.store import paths
@@ -40,7 +41,6 @@ _KNOWN_NAMES = {
   "eos": ("</s>", "<|end_of_text|>", "<eos>", "<|endoftext|>", "<|eos|>"),
   "pad": ("<pad>", "<|pad|>", "[PAD]", "<|finetune_right_pad_id|>"),
 }
-_PROBE = "a  b\n\n\tçé 漢字 🙂\u200d don't <x> 1234  \n"
 
 
 class ByteTokenizer(OfDocuments):
@@ -170,10 +170,18 @@ class StreamDecoder:
   A part is held back while it ends inside a UTF-8 character.
   """
 
-  def __init__(self, tokenizer: Tokenizer):
+  def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()):
+    """Begin.
+
+    Args:
+      tokenizer: decodes.
+      prompt: the ids before the first one. The parts join to what `decode` of all has behind
+        theirs; behind a special token a text begins, as when it is encoded.
+    """
     self._tokenizer = tokenizer
-    self._ids: list[int] = []  # from the last place where a part began
-    self._shown = 0  # how many of them are in parts already returned
+    special = (at for at, i in enumerate(prompt, 1) if i in tokenizer.special_ids)
+    self._ids = list(prompt[max(special, default=0) :])  # from the last place where a part began
+    self._shown = len(self._ids)  # how many of them are in parts already returned
 
   def push(self, token_id: int) -> str:
     """The text that `token_id` completes; "" if it completes none."""
@@ -320,12 +328,33 @@ def _from_file(cfg: DataConfig) -> Tokenizer:
     raise ValueError(f"{str(path)!r} is not a {kind}: {e}.") from e
   names = _special_names(path, config, ids)
   special, vocab_size = _with_new_ids(names, ids)
-  for token in spec.get("added_tokens") or []:
-    token["special"] = token.get("special") or token["id"] in special.values()
+  _keep_text(path, spec, special.values())
   tokenizer = JsonTokenizer(json.dumps(spec), vocab_size=vocab_size, **special)
-  _check(tokenizer, path, [name for name in names.values() if name])
+  _check(tokenizer, path, [name for name in names.values() if name], spec)
   _say_special(path, names, special, vocab_size)
   return tokenizer
+
+
+def _keep_text(path: paths.Path, spec: dict[str, Any], special: Collection[int]) -> None:
+  """Switch off what would change text or draw its ids, where nothing else depends on it."""
+  taking = []
+  for token in spec.get("added_tokens") or []:
+    token["special"] = token.get("special") or token["id"] in special
+    if not token["special"] and (token.get("lstrip") or token.get("rstrip")):
+      token["lstrip"] = token["rstrip"] = False
+      taking.append(token["content"])
+  if taking:
+    logging.warning(
+      "Tokenizer %s: tokens such as %r take the blanks beside them (lstrip, rstrip). In text they "
+      "do not here, so that 'a %s b' comes back as it is.",
+      path, taking[0], taking[0],
+    )  # fmt: skip
+  if isinstance(spec["model"], dict) and spec["model"].get("dropout"):
+    logging.warning(
+      "Tokenizer %s: its dropout of %s is off, as a text must have the same ids each time.",
+      path, spec["model"]["dropout"],
+    )  # fmt: skip
+    spec["model"]["dropout"] = None
 
 
 def _with_new_ids(
@@ -441,13 +470,7 @@ def _sentencepiece(path: paths.Path, raw: bytes, config: Mapping[str, Any]) -> T
   tokenizer = sentencepiece_file.SentencePieceTokenizer(
     model, added=new, vocab_size=vocab_size, **special
   )
-  back = tokenizer.decode(tokenizer.encode(_PROBE))
-  if back != _PROBE:
-    logging.warning(
-      "%s changes text by its own normaliser before it encodes it: %r comes back as %r. What it "
-      "changes, the model never sees.",
-      path, _PROBE, back,
-    )  # fmt: skip
+  _say_changes(path, lossless.changes(tokenizer, {}))
   _say_special(path, names, special, vocab_size)
   return tokenizer
 
@@ -486,7 +509,9 @@ def _special_names(
   return names
 
 
-def _check(tokenizer: JsonTokenizer, path: paths.Path, names: list[str]) -> None:
+def _check(
+  tokenizer: JsonTokenizer, path: paths.Path, names: list[str], spec: Mapping[str, Any]
+) -> None:
   special = {tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id}
   for name in names:
     if special.intersection(tokenizer.encode(name)):
@@ -494,9 +519,24 @@ def _check(tokenizer: JsonTokenizer, path: paths.Path, names: list[str]) -> None
         f"{str(path)!r} encodes the text {name!r} as its special token, so a document could end "
         "itself. Use a tokenizer whose model does not hold its special tokens as words."
       )
-  back = tokenizer.decode(tokenizer.encode(_PROBE))
-  if back != _PROBE:
-    raise ValueError(
-      f"{str(path)!r} is not lossless: {_PROBE!r} comes back as {back!r}. "
-      "Use a tokenizer without lower-casing, stripping or unknown tokens, such as byte-level BPE."
-    )
+  changes = lossless.changes(tokenizer, spec)
+  lost = next((change for change in changes if not change.kind), None)
+  if not lost:
+    _say_changes(path, changes)
+    return
+  byte = lossless.missing_byte(lost.text, spec)
+  raise ValueError(
+    f"{str(path)!r} is not lossless: {lost}. "
+    + (f"Its vocabulary has no token for the byte 0x{byte:02X}. " if byte is not None else "")
+    + "Use a tokenizer without lower-casing, stripping or unknown tokens, such as byte-level BPE."
+  )
+
+
+def _say_changes(path: paths.Path, changes: Sequence[lossless.Change]) -> None:
+  """Name what does not come back, if anything, by an example of each kind."""
+  if changes:
+    logging.warning(
+      "Tokenizer %s changes some text before it encodes it, so that a model never sees the "
+      "difference: %s.",
+      path, "; ".join(map(str, changes)),
+    )  # fmt: skip
