@@ -14,8 +14,8 @@ from ats_jax.data.tokens.tiktoken_file import ALPHABET
 
 _TEXTS = (
   "a", " a", "  a", "a ", "a  b", "a\t\n\n b", "\na", "a\r\nb\r", "a \n", "A b", "\u00e9",
-  "e\u0301",  "\ufb01 \u2460 \u212b", "\u6f22\u5b57", "\U0001f642\u200d", "don't , . !", "<x> 1234", "a\u2581b",
-  "<0x41>", "<unk>", "[UNK]", "\ufffd", "\x00\x7f",
+  "e\u0301", "\ufb01 \u2460 \u212b", "\u6f22\u5b57", "\U0001f642\u200d", "don't , . !", "<x> 1234",
+  "a\u2581b", "<0x41>", "<unk>", "[UNK]", "\ufffd", "\x00\x7f",
 )  # fmt: skip
 _CHUNK = 32  # characters of a text of samples
 _STEP = 61  # between samples: odd, so that each last byte comes
@@ -41,13 +41,14 @@ class Change(NamedTuple):
     """
     if self.text.replace("\u2581", " ") == self.back:
       return "sign"
-    if self.text.removeprefix(" ") == self.back.removeprefix(" "):
+    if _but_for_a_blank(self.text, self.back):
       return "blank"
-    return "form" if _alike(self.text) == _alike(self.back) else ""
+    form = lambda text: unicodedata.normalize("NFKC", text.replace("\u2581", " "))
+    return "form" if _but_for_a_blank(form(self.text), form(self.back)) else ""
 
 
-def _alike(text: str) -> str:
-  return unicodedata.normalize("NFKC", text.replace("\u2581", " ")).removeprefix(" ")
+def _but_for_a_blank(text: str, back: str) -> bool:
+  return text == back or text == f" {back}" or back == f" {text}"
 
 
 def changes(tokenizer: Tokenizer, spec: Mapping[str, Any]) -> list[Change]:

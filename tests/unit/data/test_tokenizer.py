@@ -18,6 +18,7 @@ from ats_jax.config.schema import DataConfig
 from ats_jax.data.tokens import tokenizer as lib
 from ats_jax.data.tokens.file import load_tokenizer, save_tokenizer
 from ats_jax.data.tokens.tokenizer import ByteTokenizer, StreamDecoder, build_tokenizer
+from ats_jax.inference.generator import stream_text
 
 TEXT = ["def f(x):\n  return x + 1\n", "la forêt, 漢字 and 🙂🙃\n" * 20, "<|eos|> </s> 12345 " * 10]
 SPECIAL_WORDS = ["<|eos|>", "</s>", "<s>", "<|endoftext|>", "<pad>", "[PAD]", "<|bos|>"]
@@ -309,3 +310,117 @@ class TestFile:
       self.build(tmp_path, tokenizer_json(), config)
     with pytest.raises(ValueError, match="no such file"):
       bpe(tokenizer="no/tokenizer.json")
+
+
+PREPEND = {
+  "type": "Sequence",
+  "normalizers": [
+    {"type": "Prepend", "prepend": "▁"},
+    {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+  ],
+}
+METASPACE = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": False}
+ADDED = {"content": "<note>", "special": False, "single_word": False, "normalized": False}
+
+
+def of_bytes(*, without="", added=(), model=(), **fields) -> dict:
+  """A tokenizer.json of single bytes."""
+  symbols = [c for c in sorted(pre_tokenizers.ByteLevel.alphabet()) if c not in without]
+  inner = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(symbols)}, []))
+  inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+  inner.decoder = decoders.ByteLevel()
+  spec = json.loads(inner.to_str())
+  tokens = [{"id": 256 + i, "lstrip": False, "rstrip": False, **t} for i, t in enumerate(added)]
+  return {**spec, "added_tokens": tokens, "model": {**spec["model"], **dict(model)}, **fields}
+
+
+def of_pieces(*, without=(), **fields) -> dict:
+  """A tokenizer.json of SentencePiece's kind."""
+  pieces = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "▁", "▁c", *"abcdeht"]
+  vocab = {piece: i for i, piece in enumerate(pieces) if piece not in without}
+  merges = [("▁", "c")]
+  inner = tokenizers.Tokenizer(
+    models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+  )
+  parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+  inner.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)])
+  return {**json.loads(inner.to_str()), **fields}
+
+
+WORDS = [" ", "  ", "\n", "\r", "\t", "a", "B", "é", "e\u0301", "<note>", "Å", "ﬁ", "▁", "🙂\u200d"]
+KINDS = {  # what its file does -> "" = nothing is lost, else what is said
+  "bytes": (of_bytes(), ""),
+  "no byte 0D": (of_bytes(without="č"), "!byte 0x0D"),
+  "no byte F1": (of_bytes(without="ñ"), "!byte 0xF1"),
+  "bytes that no text has": (of_bytes(without="Áÿ"), ""),
+  "added token": (of_bytes(added=[ADDED]), ""),
+  "word": (of_bytes(added=[{**ADDED, "single_word": True}]), ""),
+  "takes blanks": (of_bytes(added=[{**ADDED, "lstrip": True, "rstrip": True}]), "lstrip, rstrip"),
+  "dropout": (of_bytes(model={"dropout": 0.5}), "dropout of 0.5 is off"),
+  "nfc": (of_bytes(normalizer={"type": "NFC"}), "changes some text"),
+  "nfkc": (of_bytes(normalizer={"type": "NFKC"}), "changes some text"),
+  "lower": (of_bytes(normalizer={"type": "Lowercase"}), "!'A b' comes back as 'a b'"),
+  "strip": (
+    of_bytes(normalizer={"type": "Strip", "strip_left": False, "strip_right": True}), "!'a '"
+  ),
+  "replace": (
+    of_bytes(normalizer={"type": "Replace", "pattern": {"String": "qz"}, "content": "q"}), "!'qz'"
+  ),
+  "whitespace": (of_bytes(pre_tokenizer={"type": "WhitespaceSplit"}), "!not lossless"),
+  "bert": (of_bytes(pre_tokenizer={"type": "BertPreTokenizer"}), "!not lossless"),
+  "unknown vanishes": (
+    of_bytes(pre_tokenizer=None, decoder={"type": "Fuse"}), "!not lossless"
+  ),
+  "pieces": (of_pieces(normalizer=PREPEND), "'a▁b' comes back as 'a b'"),
+  "blank in front": (of_pieces(pre_tokenizer=METASPACE), "' a' comes back as 'a'"),
+  "no piece F0": (of_pieces(normalizer=PREPEND, without=("<0xF0>",)), "!byte 0xF0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_file_does_to_text_is_refused_or_said_unless_all_text_comes_back(
+  kind, tmp_path, caplog
+):
+  spec, said = KINDS[kind]
+  path = tmp_path / "tokenizer.json"
+  path.write_text(json.dumps(spec), encoding="utf-8")
+  if said.startswith("!"):
+    with pytest.raises(ValueError, match=f"not lossless: .*{said[1:]}|{said[1:]}"):
+      bpe(tokenizer=str(path))
+    return
+  tokenizer = bpe(tokenizer=str(path))
+  warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+  assert said in "".join(warnings) and len(warnings) == bool(said)
+  if "changes some text" in "".join(warnings):
+    return
+
+  @given(st.lists(st.sampled_from(WORDS), max_size=12).map("".join) | st.text(max_size=20))
+  @settings(max_examples=30)
+  def comes_back(text):
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.encode(text) == tokenizer.encode(text)
+
+  comes_back()
+
+
+def test_a_continuation_is_decoded_behind_its_prompt(tmp_path):
+  path = tmp_path / "tokenizer.json"
+  path.write_text(json.dumps(of_pieces(normalizer=PREPEND)), encoding="utf-8")
+  tokenizer = bpe(tokenizer=str(path))
+  prompt, rest = tokenizer.encode("the"), [*map(tokenizer.token_id, ["▁c", "a", "t"])]
+  joined = lambda before: "".join(stream_text(rest, tokenizer, before))
+  assert joined([tokenizer.bos_id, *prompt]) == " cat"
+  assert joined([*prompt, tokenizer.eos_id]) == joined([]) == "cat", "a text begins"
+  assert tokenizer.decode([*prompt, *rest]) == "the cat"
+
+
+def test_parts_are_encoded_as_one_text(tmp_path):
+  path = tmp_path / "tokenizer.json"
+  path.write_text(json.dumps(of_pieces(normalizer=PREPEND)), encoding="utf-8")
+  for tokenizer in (bpe(tokenizer=str(path)), ByteTokenizer()):
+    eos = tokenizer.eos_id
+    ((ids, part),) = tokenizer.encode_parts([["a", " c", eos, " ", "c</s>", eos]])
+    first, second = tokenizer.encode("a c"), tokenizer.encode(" c</s>")
+    assert ids.tolist() == [*first, eos, *second, eos]
+    assert part[len(first)] == 2 and part[-1] == 5 and (part[len(first) + 1 : -1] >= 3).all()
+    assert part[: len(first)].tolist() == sorted(part[: len(first)].tolist())
