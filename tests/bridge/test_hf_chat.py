@@ -90,8 +90,8 @@ ROLE = (
 BOS = "{{ bos_token }}"
 PHI = ("<|user|>", "<|assistant|>", "<|end|>")
 BEGIN, END = "<\uff5cbegin▁of▁sentence\uff5c>", "<\uff5cend▁of▁sentence\uff5c>"
-# name: (fields of pieces; None = of bytes, bos, eos, other special tokens, whether they take blanks,
-# template, how an answer is written)
+# name: (fields of pieces; None = of bytes, bos, eos, other special tokens, whether they take
+# blanks, template, how an answer is written)
 FAMILIES = {
   "chatml": (
     None, None, "<|im_end|>", ("<|im_start|>",), False,
@@ -188,7 +188,7 @@ def in_answers(theirs, text, turns, form):
     for number, (token, (left, right)) in enumerate(
       zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
     ):
-      place = left if token in theirs.all_special_ids else max(left, right - 1)
+      place = left if token in theirs.added_tokens_decoder else max(left, right - 1)
       found[number] |= begin <= place < at
   return found
 

@@ -17,9 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from ats_jax.config.schema import DataConfig
 from ats_jax.data.corpus import cache
-from ats_jax.data.tokens import lossless
 from ats_jax.data.tokens.base import OfDocuments, Parts, Tokenizer, known_ids
-from ats_jax.data.tokens.whole import WholeTexts
 from ats_jax.store import paths
 
 BPE_SAMPLE_BYTES = 16 * 2**20  # of text at least, where there is so much
@@ -130,7 +128,9 @@ class JsonTokenizer(OfDocuments):
     return [np.array(e.ids, np.uint32) for e in encodings]
 
   @functools.cached_property
-  def _whole(self) -> WholeTexts:  # a second copy, which only conversations need
+  def _whole(self) -> Any:  # a second copy
+    from ats_jax.data.tokens.whole import WholeTexts  # here: only conversations need it
+
     return WholeTexts(self._text)
 
   def encode_parts(self, documents: Sequence[Sequence[str | int]]) -> list[Parts]:
@@ -453,7 +453,7 @@ def _sentencepiece(path: paths.Path, raw: bytes, config: Mapping[str, Any]) -> T
   Raises:
     ValueError: if it is none, has no pieces for bytes, or the library is not installed.
   """
-  from ats_jax.data.tokens import sentencepiece_file, tiktoken_file
+  from ats_jax.data.tokens import lossless, sentencepiece_file, tiktoken_file
 
   sentencepiece_file.library()
   added = _added_tokens(path, config)
@@ -512,6 +512,8 @@ def _special_names(
 def _check(
   tokenizer: JsonTokenizer, path: paths.Path, names: list[str], spec: Mapping[str, Any]
 ) -> None:
+  from ats_jax.data.tokens import lossless  # here: runs with a tokenizer of their own need none
+
   special = {tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id}
   for name in names:
     if special.intersection(tokenizer.encode(name)):
@@ -532,7 +534,7 @@ def _check(
   )
 
 
-def _say_changes(path: paths.Path, changes: Sequence[lossless.Change]) -> None:
+def _say_changes(path: paths.Path, changes: Sequence[object]) -> None:
   """Name what does not come back, if anything, by an example of each kind."""
   if changes:
     logging.warning(
