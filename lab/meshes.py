@@ -212,7 +212,7 @@ def four() -> list[Case]:
   cases = [
     Case(f"{model} four {name}", 4,
          f"data.batch_size={32 if name in staged else number} {mesh}",
-         NO_TRITON if model == "16" else "", 6, f"{model} one", traced=False)
+         NO_TRITON if model == "16" else "", 6, f"{model} one", traced=model == "16")
     for model, number in rows.items()
     for name, mesh in meshes.items()
     if model != "16" or name in ("fsdp", "keep", "copies")
