@@ -86,7 +86,7 @@ _WRITTEN_IN = flags.DEFINE_string(
 _FORMAT = flags.DEFINE_string(
   "format",
   "huggingface",
-  "Weights with a config.json, or of a Llama as gguf; or the forward pass as a program: stablehlo, "
+  "Weights with a config.json, or gguf for llama.cpp; or the forward pass as a program: stablehlo, "
   "torch (torch.export) or onnx.",
   flag_values=_FOR_EXPORT,
 )
@@ -139,21 +139,21 @@ def _import(folder: Path, target: paths.Path) -> bool:
 
 
 def _export_gguf(folder: Path, source: paths.Path) -> bool:
-  """Write a Llama's weights for llama.cpp."""
+  """Write model and tokenizer for llama.cpp."""
   if folder.exists():
     raise ValueError(f"{folder} exists. Remove it or choose another folder.")
   unfinished = folder.with_name(folder.name + ".unfinished")
   unfinished.mkdir(parents=True, exist_ok=True)
   dtype = _one_of(_WRITTEN_IN.value, "float32", "float16") or "float16"
   with tempfile.TemporaryDirectory(dir=unfinished) as between:
-    plain = Path(between) / "llama"
-    report = export(source, plain, step=_STEP.value, family="llama", dtype=dtype)
-    number = gguf_file.write(plain, unfinished / "model.gguf")
+    plain = Path(between) / "plain"
+    report = export(source, plain, step=_STEP.value, family=_FAMILY.value, dtype=dtype)
+    number, lacks = gguf_file.write(plain, unfinished / "model.gguf")
   unfinished.rename(folder)
   size = (folder / "model.gguf").stat().st_size / 1e6
-  print(
-    f"step {report['step']}: model.gguf, {number} tensors, {size:.1f} MB; no tokenizer is in it"
-  )
+  print(f"step {report['step']} as {report['family']}: model.gguf, {number} tensors, {size:.1f} MB")
+  if lacks:
+    print(f"no tokenizer is in it, so llama.cpp needs token ids: {lacks}")
   return True
 
 

@@ -7,15 +7,20 @@ import sys
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 from commands import called
 from in_process import printed_by
 from test_torch_export import folder_of
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
+from tokenizers.processors import TemplateProcessing
 from torch_cases import both
 
 from ats_jax.bridge import gguf_file, programs
 from ats_jax.bridge.convert import import_folder
 from ats_jax.bridge.parity import our_logits
+from ats_jax.data.tokens.tiktoken_file import ALPHABET
 from ats_jax.model.forward_pass import rules_at
 from ats_jax.pytorch import graph
 from ats_jax.store.paths import parse
@@ -135,7 +140,13 @@ def test_gguf_is_read_back_and_computes_the_same(tmp_path):
 
 
 @pytest.mark.parametrize(
-  ("name", "words"), [("qwen3", "only Llama"), ("llama-odd-llama3", "rope_scaling=llama3")]
+  ("name", "words"),
+  [
+    ("gemma2", "Gemma 2 is not written"),
+    ("qwen3-odd-yarn", "rope_scaling=yarn"),
+    ("mistral-window", "model.window=20"),
+    ("qwen3_moe-every-second", "moe.renormalize=False, moe.every=2"),
+  ],
 )
 def test_what_gguf_has_not_is_named(name, words, tmp_path):
   pytest.importorskip("gguf")
@@ -144,3 +155,66 @@ def test_what_gguf_has_not_is_named(name, words, tmp_path):
   folder = hf_models.save(hf_models.make(name), tmp_path / "hf")
   with pytest.raises(ValueError, match=words):
     gguf_file.write(folder, tmp_path / "model.gguf")
+
+
+def byte_level(*first, own=True, ignore_merges=False):
+  """A tokenizer of bytes with one merge, that puts bos before a text; `first` cuts it."""
+  inner = tokenizers.Tokenizer(
+    BPE({**{c: b for b, c in ALPHABET.items()}, "ab": 256}, [("a", "b")],
+        ignore_merges=ignore_merges)
+  )  # fmt: skip
+  level = ByteLevel(add_prefix_space=False, use_regex=own)
+  inner.pre_tokenizer = Sequence([*first, level]) if first else level
+  inner.decoder = tokenizers.decoders.ByteLevel()
+  inner.add_special_tokens(["<s>", "</s>"])
+  inner.add_tokens(["<think>"])
+  inner.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 257)])
+  return inner
+
+
+def split(digits, words=gguf_file._PARTS):
+  return Split(tokenizers.Regex(words % digits), "isolated")
+
+
+@pytest.mark.parametrize(
+  ("cuts", "name"),
+  [
+    (lambda: byte_level(), "gpt-2"),
+    (lambda: byte_level(split("{1,3}"), own=False, ignore_merges=True), "llama-bpe"),
+    (lambda: byte_level(split("{1,3}"), own=False), "dbrx"),
+    (lambda: byte_level(split(""), own=False), "qwen2"),
+    (lambda: byte_level(Digits(individual_digits=True)), "smollm"),
+    (lambda: byte_level(Digits(individual_digits=False)), None),
+    (lambda: byte_level(split("{1,2}"), own=False), None),
+    (lambda: byte_level(ignore_merges=True), None),
+    (lambda: byte_level(own=False), None),
+  ],
+)
+def test_gguf_names_how_text_is_cut_or_has_no_tokenizer(cuts, name, tmp_path):
+  gguf = pytest.importorskip("gguf")
+  import hf_models
+
+  folder = hf_models.save(hf_models.make("llama-odd-llama3"), tmp_path / "hf")
+  cuts().save(str(folder / "tokenizer.json"))
+  (folder / "tokenizer_config.json").write_text(
+    '{"bos_token": "<s>", "eos_token": "</s>", "chat_template": "{{ messages }}"}'
+  )
+  (folder / "generation_config.json").write_text('{"eos_token_id": [258, 7]}')
+  count, lacks = gguf_file.write(folder, tmp_path / "model.gguf")
+  reader = gguf.GGUFReader(tmp_path / "model.gguf")
+  read = lambda key: (f := reader.get_field(f"tokenizer.{key}")) and f.contents()
+  assert len(reader.tensors) == count
+  if name is None:
+    assert read("ggml.model") == "none" and "no name" in lacks and read("ggml.tokens") is None
+    return
+  assert not lacks and read("ggml.model") == "gpt2" and read("ggml.pre") == name
+  assert read("ggml.tokens")[256:261] == ["ab", "<s>", "</s>", "<think>", "[PAD260]"]
+  assert read("ggml.token_type")[256:261] == [1, 3, 3, 4, 5] and len(read("ggml.tokens")) == 272
+  assert read("ggml.merges") == ["a b"] and read("chat_template") == "{{ messages }}"
+  ids = [read(f"ggml.{role}_token_id") for role in ("bos", "eos", "eot")]
+  assert ids == [257, 258, 7] and read("ggml.add_bos_token") and not read("ggml.add_eos_token")
+  factors = next(t for t in reader.tensors if t.name == "rope_freqs.weight").data
+  freqs = 500.0 ** -(np.arange(8) / 8)  # by hand, as Llama 3.1's published code
+  wave = 2 * np.pi / freqs
+  smooth = np.clip((32 / wave - 1.0) / 3.0, 0, 1)
+  np.testing.assert_allclose(factors, 1 / ((1 - smooth) / 4.0 + smooth), rtol=1e-5)

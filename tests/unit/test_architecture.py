@@ -32,7 +32,7 @@ ALLOWED = {
   "step": STEP,
   "planner": STEP | {"step", "metrics"},
   "pytorch": set(),
-  "bridge": {"config", "store", "sharding", "model", "checkpoint", "data", "pytorch"},
+  "bridge": {"config", "store", "sharding", "ops", "model", "checkpoint", "data", "pytorch"},
   "orchestrator": STEP | {"step", "store", "metrics"},
   "cluster": {"config", "store", "exits", "metrics", "planner", "ops"},
   "inference": STEP | {"step", "store", "checkpoint", "cluster"},
