@@ -39,14 +39,15 @@ SIZE = {
   "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
   "max_position_embeddings": 1024,
 }  # fmt: skip
-EXPERTS = {"num_experts_per_tok": 2, "norm_topk_prob": True, "rope_parameters": PLAIN}
+EXPERTS = {"num_experts_per_tok": 2, "rope_parameters": PLAIN}
+QWEN3_MOE = {"norm_topk_prob": True, "num_experts": 8, "moe_intermediate_size": 32}
 # name -> (model_type, fields, how text is cut)
 CASES = {
   "llama-3.1": ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": False}, "llama3"),
   "llama-3.2-tied": ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}, "llama3"),
   "qwen3": ("qwen3", {"rope_parameters": PLAIN, "tie_word_embeddings": True}, "qwen"),
   "qwen2": ("qwen2", {"rope_parameters": PLAIN}, "qwen"),
-  "qwen3-moe": ("qwen3_moe", {**EXPERTS, "num_experts": 8, "moe_intermediate_size": 32}, "qwen"),
+  "qwen3-moe": ("qwen3_moe", {**EXPERTS, **QWEN3_MOE}, "qwen"),
   "mixtral": ("mixtral", {**EXPERTS, "num_local_experts": 4}, "gpt2"),
   "smollm": ("llama", {"rope_parameters": PLAIN}, "digits"),
 }  # fmt: skip
@@ -121,12 +122,12 @@ def make(folder: Path) -> bool:
     prompt = np.random.default_rng(0).integers(0, 500, 200).tolist()
     with torch.no_grad():
       rows = model(torch.tensor([prompt])).logits[0].double().numpy()
-      greedy = model.generate(
-        torch.tensor([prompt]), max_new_tokens=100, min_new_tokens=100, do_sample=False
-      )[0, len(prompt) :].tolist()
+      sequence = list(prompt)
+      for _ in range(100):  # `generate` would treat the end token apart
+        sequence.append(int(model(torch.tensor([sequence])).logits[0, -1].argmax()))
     right = {
       "prompt": prompt,
-      "greedy": greedy,
+      "greedy": sequence[len(prompt) :],
       "texts": [tokenizer(text)["input_ids"] for text in TEXTS],
       "template": (case / "hf/chat_template.jinja").read_text(),
     }
@@ -145,7 +146,13 @@ def check(folder: Path) -> bool:
     case = folder / name
     right = json.loads((case / "right.json").read_text())
     model = llama_cpp.Llama(
-      str(case / "out/model.gguf"), n_ctx=1024, logits_all=True, verbose=False, n_threads=1
+      str(case / "out/model.gguf"),
+      n_ctx=1024,
+      logits_all=True,
+      verbose=False,
+      n_threads=1,
+      type_k=llama_cpp.GGML_TYPE_F32,
+      type_v=llama_cpp.GGML_TYPE_F32,
     )
     ids = [model.tokenize(t.encode(), add_bos=True, special=True) for t in TEXTS]
     back = [model.detokenize(i, special=True).decode() for i in ids]
