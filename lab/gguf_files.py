@@ -95,8 +95,8 @@ def make_tokenizer(folder: Path, kind: str) -> None:
 
 def make(folder: Path) -> bool:
   """Write model, GGUF and what is right for each case."""
-  import torch
-  import transformers
+  import torch  # pyright: ignore[reportMissingImports]
+  import transformers  # pyright: ignore[reportMissingImports]
 
   for name, (model_type, fields, kind) in CASES.items():
     torch.manual_seed(0)
@@ -138,7 +138,7 @@ def make(folder: Path) -> bool:
 
 def check(folder: Path) -> bool:
   """Compare llama.cpp with what is right; print a row for each case."""
-  import llama_cpp
+  import llama_cpp  # pyright: ignore[reportMissingImports]
 
   print("llama-cpp-python", importlib.metadata.version("llama-cpp-python"))
   good = True
