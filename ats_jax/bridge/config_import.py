@@ -12,11 +12,11 @@ from typing import Any
 from ats_jax.bridge.config_report import ConfigReport, FieldReport
 from ats_jax.bridge.families import CONFIGS
 from ats_jax.bridge.family import (
-  CARRIED,
   WRITTEN,
   FieldRow,
   contradiction,
   read_row,
+  without_unused_experts,
 )
 from ats_jax.config.build import with_settings
 from ats_jax.config.names import all_settings, default_of
@@ -69,13 +69,15 @@ def _read_model(values: Mapping[str, Any], path: Path) -> ConfigReport:
   implied: dict[str, Any] = {}
   for row in (*CONFIGS[kind].fields, *CONFIGS[kind].training):
     implied |= _take(report, row)
+  report.settings = without_unused_experts(report.settings)
   if "moe.num_experts" in report.settings:
     _say_what_balances(report)
   report.take("model_type", implied, "a decoder with RMSNorm, RoPE and a gated MLP")
   if lack := contradiction(report.settings):
     report.lack("model_type", lack)
   _run(report, path)
-  report.ignore("nothing for training", *sorted(CARRIED | WRITTEN))
+  passed_over = {*CONFIGS[kind].passed_over(values), *WRITTEN}
+  report.ignore("nothing for training", *sorted(passed_over))
   return report.finish()
 
 

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ import numpy as np
 from absl import logging
 from flax import nnx
 
-from ats_jax.bridge.family import Item, match_weights, shorten_names, to_ours
+from ats_jax.bridge.family import Item, match_weights, to_ours
 from ats_jax.bridge.folder import (
   TOKENIZERS,
   ModelFolder,
@@ -126,7 +126,12 @@ def plan(source: ModelFolder, cfg: Config, parts: Mapping[str, layout.StoredArra
 
 
 def import_folder(
-  folder: os.PathLike[str], target: Path, *, param_dtype: str = "", tokenizer: str = ""
+  folder: os.PathLike[str],
+  target: Path,
+  *,
+  param_dtype: str = "",
+  tokenizer: str = "",
+  ignored: Collection[str] = (),
 ) -> dict[str, Any]:
   """Make a workdir with checkpoint 0 of a folder's weights; after a kill the same call goes on.
 
@@ -135,6 +140,7 @@ def import_folder(
     target: the workdir.
     param_dtype: dtype of the weights, as of `config_of`.
     tokenizer: path of the tokenizer, as of `config_of`.
+    ignored: unknown fields of config.json, as of `open_model_folder`.
 
   Returns:
     `family`, `parameters`, `bytes`, `resumed`: arrays that an earlier call had written, and
@@ -143,7 +149,8 @@ def import_folder(
   Raises:
     ValueError: for a folder that this program cannot follow, or a workdir that is somebody's.
   """
-  source = open_model_folder(folder)
+  source = open_model_folder(folder, ignored)
+  source.log_what_is_left()
   cfg = config_of(source, param_dtype=param_dtype, tokenizer=tokenizer)
   our_tokenizer = tokenizer_of(cfg, source)
   resolved = resolve(cfg, our_tokenizer.vocab_size)
@@ -193,11 +200,7 @@ def load_model(source: ModelFolder, cfg: Config, abstract: Any) -> Any:
   Raises:
     ValueError: naming the setting or tensor that does not fit.
   """
-  if source.aside:
-    logging.warning(
-      "%s: left aside, as no model here has them: %d tensors, %s",
-      source.folder, len(source.aside), shorten_names(source.aside),
-    )  # fmt: skip
+  source.log_what_is_left()
   parts = layout.named_arrays(abstract, stacks=stacks(cfg))
   leaves, structure = jax.tree.flatten(abstract)
   filled: list[Any] = [None] * len(leaves)

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -200,6 +200,18 @@ def contradiction(settings: Values) -> str:
   return ""
 
 
+def without_unused_experts(settings: Values) -> dict[str, Any]:
+  """Settings of a model in which some layer has experts, or else of the dense model that it is.
+
+  `transformers` builds a mixture of experts without one: all layers of DeepSeek may be dense.
+  """
+  first_sparse = settings.get("moe.dense_first", 0) + settings.get("moe.every", 1)
+  if not settings.get("moe.num_experts") or first_sparse <= settings["model.num_layers"]:
+    return dict(settings)
+  dense = {name: value for name, value in settings.items() if not name.startswith("moe.")}
+  return {**dense, "moe.num_experts": 0}
+
+
 # Fields of config.json that any model may have, and that bear on nothing here: an import and a run
 # from scratch pass over them, and an export gives back those of the import.
 CARRIED = frozenset(
@@ -287,8 +299,12 @@ class Family:
       self, rows=(*self.rows, *self.fitted_rows(settings)), fitted_rows=lambda _: ()
     )
 
-  def read(self, theirs: Values) -> dict[str, Any]:
+  def read(self, theirs: Values, ignored: Collection[str] = ()) -> dict[str, Any]:
     """Our settings for a config.json, by dotted name.
+
+    Args:
+      theirs: the fields of config.json.
+      ignored: unknown fields that change nothing, as the user says.
 
     Raises:
       ValueError: naming the field that this program cannot follow.
@@ -298,15 +314,33 @@ class Family:
       settings.update(read_row(row, theirs))
     if why := contradiction(settings):
       raise ValueError(why)
-    known = self.carried | WRITTEN | {key for row in self.fields for key in row.keys}
-    known |= OF_PROGRAMS | {key for key in theirs if key.startswith("_")}
-    known |= {key for key, value in NEUTRAL.items() if theirs.get(key) in (value, None)}
-    for key in sorted(set(theirs) - known):
+    decisive = {key for row in self.fields for key in row.keys}
+    for key in ignored:
+      if key in decisive or key not in theirs:
+        what = "decides what the model computes" if key in decisive else "is not in config.json"
+        raise ValueError(f"--ignore_fields={key}: {key} {what}.")
+    unknown = set(theirs) - decisive - WRITTEN - {*self.passed_over(theirs), *ignored}
+    for key in sorted(unknown):
       raise ValueError(
         f"{key} is {theirs[key]!r} in config.json, and this program does not know whether it "
-        f"changes what a {self.name} model computes."
+        f"changes what a {self.name} model computes. --ignore_fields={','.join(sorted(unknown))} "
+        "imports the model as if it did not; bridge verify compares it with transformers."
       )
-    return settings
+    return without_unused_experts(settings)
+
+  def passed_over(self, theirs: Values) -> list[str]:
+    """Fields of a config.json that are known to change nothing that is computed."""
+    decisive = WRITTEN | {key for row in self.fields for key in row.keys}
+    return [
+      key
+      for key, value in theirs.items()
+      if key not in decisive
+      and (
+        key in self.carried | OF_PROGRAMS
+        or key.startswith("_")
+        or (key in NEUTRAL and value in (NEUTRAL[key], None))
+      )
+    ]
 
   def write(self, cfg: Config) -> dict[str, Any]:
     """The fields of config.json for a resolved config."""

@@ -5,11 +5,12 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from absl import logging
 
 from ats_jax.bridge import fp8_blocks, mxfp4
 from ats_jax.bridge.families import KNOWN
@@ -58,6 +59,7 @@ class ModelFolder:
     settings: the settings of this program that the fields stand for, by dotted name.
     tensors: the weights to import, by their name in the folder; read when they are needed.
     aside: names of the tensors that an import leaves out, as no model here has them.
+    ignored: fields of its config.json that change nothing, as the user says.
   """
 
   folder: Path
@@ -66,6 +68,7 @@ class ModelFolder:
   settings: Mapping[str, Any]
   tensors: Mapping[str, Stored]
   aside: tuple[str, ...] = ()
+  ignored: tuple[str, ...] = ()
 
   @property
   def dtype(self) -> str:
@@ -86,6 +89,17 @@ class ModelFolder:
       stat = tensor.path.stat()
       digest.update(f"{name} {tensor} {stat.st_size} {stat.st_mtime_ns}\n".encode())
     return digest.hexdigest()
+
+  def log_what_is_left(self) -> None:
+    """Name the fields and tensors that bear on nothing here."""
+    if fields := [*self.family.passed_over(self.fields), *self.ignored]:
+      logging.info("%s/%s: without a bearing here: %s", self.folder, CONFIG, ", ".join(fields))
+    if self.aside:
+      names = shorten_names(self.aside)
+      logging.warning(
+        "%s: left aside, as no model here has them: %d tensors, %s",
+        self.folder, len(self.aside), names,
+      )  # fmt: skip
 
   def check(self, cfg: Config, items: Iterable[Item]) -> None:
     """See that the files hold what a model needs, and nothing else.
@@ -116,7 +130,7 @@ class ModelFolder:
       if tensor.dtype not in DTYPES:
         raise ValueError(
           f"{tensor.path}: tensor {name} is in {tensor.dtype}, expected one of "
-          f"{', '.join(DTYPES)}. Quantised weights are not read."
+          f"{', '.join(DTYPES)}. Save the model in one of them first."
         )
       if tensor.shape != item.their_shape:
         raise ValueError(
@@ -172,8 +186,12 @@ def is_model_folder(folder: os.PathLike[str]) -> bool:
   return isinstance(fields, dict) and "model_type" in fields
 
 
-def open_model_folder(folder: os.PathLike[str]) -> ModelFolder:
+def open_model_folder(folder: os.PathLike[str], ignored: Collection[str] = ()) -> ModelFolder:
   """Read config.json and the headers of all weight files, not the weights themselves.
+
+  Args:
+    folder: a Hugging Face folder.
+    ignored: fields of its config.json that are unknown here and change nothing, as the user says.
 
   Raises:
     ValueError: for a folder that is no Hugging Face model, an unknown architecture, or files that
@@ -188,13 +206,14 @@ def open_model_folder(folder: os.PathLike[str]) -> ModelFolder:
     )
   family = KNOWN[kind]
   try:
-    settings = family.read(fields)
+    settings = family.read(fields, ignored)
   except ValueError as e:
     raise ValueError(f"{folder}: {e}") from e
   tensors = _joined(_tensors(folder), fields)
   aside = tuple(n for n in sorted(tensors) if re.fullmatch(family.aside(fields), n))
   used = {name: tensor for name, tensor in tensors.items() if name not in set(aside)}
-  return ModelFolder(folder, family.fitted(settings), fields, settings, used, aside)
+  table = family.fitted(settings)
+  return ModelFolder(folder, table, fields, settings, used, aside, tuple(ignored))
 
 
 def _joined(tensors: Mapping[str, Stored], fields: Values) -> Mapping[str, Stored]:
@@ -215,18 +234,28 @@ def _read_json(path: Path) -> dict[str, Any]:
   return value
 
 
+def _read_index(folder: Path) -> dict[str, str]:
+  """The file of each tensor of a folder with several."""
+  by_name = _read_json(folder / INDEX).get("weight_map") or {}
+  if not isinstance(by_name, dict) or not all(isinstance(n, str) for n in by_name.values()):
+    raise ValueError(f"{folder / INDEX}: weight_map is not an object of names of files.")
+  return by_name
+
+
 def _tensors(folder: Path) -> dict[str, Stored]:
-  if (folder / INDEX).exists():
-    by_name = _read_json(folder / INDEX).get("weight_map") or {}
-    if not isinstance(by_name, dict) or not all(isinstance(n, str) for n in by_name.values()):
-      raise ValueError(f"{folder / INDEX}: weight_map is not an object of names of files.")
+  by_name = _read_index(folder) if (folder / INDEX).exists() else {}
+  if (folder / SINGLE).is_file() and SINGLE not in by_name.values():
+    if by_name:  # of an older save: transformers takes the whole file too
+      logging.warning(
+        "%s: %s is read, and %s, which does not name it, is not", folder, SINGLE, INDEX
+      )
+    by_name, files = {}, [SINGLE]
+  elif (folder / INDEX).exists():
     files = sorted(set(by_name.values()))
     for name in files:
       if not (folder / name).is_file() or Path(name).name != name:
         first = next(tensor for tensor, file in by_name.items() if file == name)
         raise ValueError(f"{folder} misses {name}, which {INDEX} names for {first} and others.")
-  elif (folder / SINGLE).is_file():
-    by_name, files = {}, [SINGLE]
   else:
     pickles = sorted(p.name for p in (*folder.glob("*.bin"), *folder.glob("*.pt*")))
     hint = (

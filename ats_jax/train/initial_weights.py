@@ -1,6 +1,7 @@
 """Weights that a new run begins with: of another run, or of a Hugging Face folder."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -9,7 +10,12 @@ from absl import logging
 
 from ats_jax.bridge import hub
 from ats_jax.bridge.convert import COMPANIONS, check_tokenizer, keep_companions, load_model
-from ats_jax.bridge.folder import is_model_folder, open_model_folder, tokenizer_in
+from ats_jax.bridge.folder import (
+  ModelFolder,
+  is_model_folder,
+  open_model_folder,
+  tokenizer_in,
+)
 from ats_jax.checkpoint import abstract_like, restore_tree, workdir
 from ats_jax.config.build import resolve
 from ats_jax.config.schema import Config
@@ -29,19 +35,29 @@ class InitialWeights:
   Attributes:
     folder: workdir of a run of this program, or a folder of Hugging Face's.
     step: checkpoint of the run: a step, "latest" or "best".
+    ignored: unknown fields of the folder's config.json that change nothing, as the user says.
   """
 
   folder: Path
   step: str = "latest"
+  ignored: tuple[str, ...] = ()
 
   @classmethod
-  def of(cls, source: str, step: str = "latest") -> "InitialWeights":
+  def of(cls, source: str, step: str = "latest", ignored: Sequence[str] = ()) -> "InitialWeights":
     """From a path as a user writes it; hf://OWNER/NAME is fetched from the Hub.
 
     Raises:
       ValueError: for a name that the Hub does not have, or a path that cannot be read.
     """
-    return cls(paths.parse(hub.local_folder(source)), step)
+    return cls(paths.parse(hub.local_folder(source)), step, tuple(ignored))
+
+  def open(self) -> ModelFolder:
+    """The Hugging Face folder.
+
+    Raises:
+      ValueError: for one that this program cannot follow.
+    """
+    return open_model_folder(self.folder, self.ignored)
 
   def check(self, cfg: Config) -> None:
     """Refuse weights that do not fit a run before its text is read.
@@ -55,7 +71,7 @@ class InitialWeights:
       ValueError: if the model or the tokenizer of a Hugging Face folder is not the run's.
     """
     if is_model_folder(self.folder):
-      source = open_model_folder(self.folder)
+      source = self.open()
       source.check_settings(resolve(cfg, source.settings["model.vocab_size"]))
       if cfg.data.tokenizer == "bpe":
         path = tokenizer_in(self.folder)
@@ -68,7 +84,7 @@ class InitialWeights:
   def keep_companions(self, folder: Path) -> None:
     """Keep in a run's workdir what a Hugging Face folder holds beside the weights, for exports."""
     if is_model_folder(self.folder):
-      keep_companions(open_model_folder(self.folder), folder)
+      keep_companions(self.open(), folder)
     elif (self.folder / COMPANIONS).is_dir():
       for name in paths.files(self.folder / COMPANIONS):
         paths.make_folder(folder / COMPANIONS)
@@ -87,7 +103,7 @@ class InitialWeights:
     """
     if is_model_folder(self.folder):
       check_tokenizer(self.folder, program.cfg, tokenizer)
-      source, mesh = open_model_folder(self.folder), jax.sharding.get_mesh()
+      source, mesh = self.open(), jax.sharding.get_mesh()
       abstract = abstract_like(state.model, mesh)
       for random in jax.tree.leaves(state.model):  # there is no room for two models
         random.delete()

@@ -68,6 +68,7 @@ _TOKENIZER = flags.DEFINE_string(
   "'bytes', a tokenizer.json, a .model or a .tiktoken file, where the folder has none.",
   flag_values=_FOR_IMPORT,
 )
+_IGNORED = cli.define_ignored_fields_flag(_FOR_IMPORT)
 _KEPT_IN = flags.DEFINE_string(
   "dtype",
   "",
@@ -124,7 +125,9 @@ def _one_of(dtype: str, *known: str) -> str:
 
 def _import(folder: Path, target: paths.Path) -> bool:
   dtype = _one_of(_KEPT_IN.value, "float32", "bfloat16")
-  report = import_folder(folder, target, param_dtype=dtype, tokenizer=_TOKENIZER.value)
+  report = import_folder(
+    folder, target, param_dtype=dtype, tokenizer=_TOKENIZER.value, ignored=_IGNORED.value
+  )
   print(
     f"{report['family']}: {report['parameters']:,} parameters, {report['bytes'] / 2**30:.2f} GiB "
     f"read; {report['resumed']} arrays were there already"

@@ -7,14 +7,13 @@ from absl import flags
 
 from ats_jax import exits
 from ats_jax.bridge.convert import config_of
-from ats_jax.bridge.folder import is_model_folder, open_model_folder
+from ats_jax.bridge.folder import is_model_folder
 from ats_jax.checkpoint import workdir
 from ats_jax.config import Config
 from ats_jax.config.extend import build
 from ats_jax.config.names import flatten, to_dict
 from ats_jax.config.tree import updated
 from ats_jax.store import paths
-from ats_jax.store.paths import Path
 from ats_jax.train.initial_weights import InitialWeights
 from ats_jax.verbs import cli
 
@@ -49,6 +48,7 @@ _INIT_FROM = flags.DEFINE_string(
 _INIT_STEP = flags.DEFINE_string(
   "init_step", "latest", "Its checkpoint: a step, 'latest' or 'best'.", flag_values=FLAGS
 )
+_IGNORED = cli.define_ignored_fields_flag(FLAGS)
 _RANK = flags.DEFINE_integer(
   "lora_rank",
   0,
@@ -77,11 +77,11 @@ def main(argv: list[str]) -> int:
   jax.config.update("jax_platforms", "cpu")
   target = paths.parse(cli.require(_WORKDIR.value, "workdir", "runs/torch"))
   source = _INIT_FROM.value
-  init = InitialWeights.of(source, _INIT_STEP.value) if source else None
+  init = InitialWeights.of(source, _INIT_STEP.value, _IGNORED.value) if source else None
   given = frozenset(_CONFIG.given())
   cfg = _CONFIG.value
   if init is not None and not FLAGS["config"].present:
-    cfg = build(_CONFIG.applied(beginning_with(init.folder)))
+    cfg = build(_CONFIG.applied(beginning_with(init)))
   where = device.find_device(_DEVICE.value)
   cfg = device.fit_device(cfg, where, given)
   rank, adapters = _RANK.value, None
@@ -95,13 +95,14 @@ def main(argv: list[str]) -> int:
   return exits.DONE if done else exits.STOPPED
 
 
-def beginning_with(folder: Path) -> dict[str, Any]:
-  """Settings of a run that goes on with the weights of `folder`: its model and its tokenizer.
+def beginning_with(init: InitialWeights) -> dict[str, Any]:
+  """Settings of a run that goes on with these weights: their model and its tokenizer.
 
   Matmuls are in the format that they were in there; weights are in float32.
   """
+  folder = init.folder
   if is_model_folder(folder):
-    source = config_of(open_model_folder(folder))
+    source = config_of(init.open())
     tokenizer = source.data.tokenizer
   else:
     source = workdir.load_config(folder)

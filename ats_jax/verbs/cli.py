@@ -193,6 +193,12 @@ def define_step_flag(flag_values: flags.FlagValues) -> flags.FlagHolder:
   return flags.DEFINE_string("step", "latest", text, flag_values=flag_values)
 
 
+def define_ignored_fields_flag(flag_values: flags.FlagValues) -> flags.FlagHolder:
+  """Define `--ignore_fields`."""
+  text = "Unknown fields of a folder's config.json that change nothing that its model computes."
+  return flags.DEFINE_list("ignore_fields", [], text, flag_values=flag_values)
+
+
 @dataclasses.dataclass(frozen=True)
 class Command:
   """Something that the program does, and the flags that say how.

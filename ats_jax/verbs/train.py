@@ -49,6 +49,7 @@ _RESUME_STEP = flags.DEFINE_integer(
   lower_bound=0,
   flag_values=FLAGS,
 )
+_IGNORED = cli.define_ignored_fields_flag(FLAGS)
 
 
 def default_workdir(config: str) -> str:
@@ -79,7 +80,7 @@ def main(argv: list[str]) -> int:
   if _INIT_FROM.value:
     from ats_jax.train.initial_weights import InitialWeights  # here: it reads other formats
 
-    initial = InitialWeights.of(_INIT_FROM.value, _INIT_STEP.value)
+    initial = InitialWeights.of(_INIT_FROM.value, _INIT_STEP.value, _IGNORED.value)
   with runtime.configured(cfg):
     job.join(cfg)
     _, end = train_to_end(cfg, folder, initial, _RESUME_STEP.value)

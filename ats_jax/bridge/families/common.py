@@ -331,6 +331,8 @@ class Layers:
     by_switch: as in Qwen, there is `use_sliding_window`, and layers from `max_window_layers` on
       have the window.
     full_every: as in Gemma, what missing `layer_types` mean.
+    keys: fields of config.json, as of `FieldRow`; of these the class of `transformers` reads what
+      says which layers have a window.
   """
 
   window: int = 4096
@@ -347,6 +349,9 @@ class Layers:
 
   def read(self, theirs: Values) -> Values:
     """Return our settings for a config.json, by dotted name."""
+    theirs = {"num_hidden_layers": theirs["num_hidden_layers"]} | {
+      key: theirs[key] for key in self.keys if key in theirs
+    }
     count, window = theirs["num_hidden_layers"], theirs.get("sliding_window", self.window)
     if not window or (self.by_switch and not theirs.get("use_sliding_window", False)):
       return {"model.window": 0, "model.full_every": 0}
@@ -377,7 +382,9 @@ class Layers:
     has_window = [kind.window for kind in layer_kinds(cfg)]
     kinds = {True: "sliding_attention", False: "full_attention"}
     fields: dict[str, Any] = {"sliding_window": cfg.model.window or None}
-    if not self.by_switch and not self.full_every:
+    if not self.by_switch and not self.full_every and len(set(has_window)) < 2:
+      return fields  # Mistral's class is another one where it finds `layer_types`
+    if "layer_types" not in self.keys:
       return fields
     fields["layer_types"] = [kinds[has] for has in has_window]
     if self.by_switch:

@@ -13,7 +13,7 @@ from ats_jax.bridge.families.common import (
   gemma_fields,
   size_fields,
 )
-from ats_jax.bridge.family import Family, SettingField
+from ats_jax.bridge.family import Family, ImpliedSettings, SettingField
 
 FAMILY = Family(
   name="Gemma 2",
@@ -30,5 +30,6 @@ FAMILY = Family(
     SettingField("attn_logit_softcapping", "model.attn_soft_cap", 50.0, null=0.0),
     SettingField("final_logit_softcapping", "model.logit_soft_cap", 30.0, null=0.0),
     *gemma_fields(),
+    ImpliedSettings((), ("sliding_window_size",)),  # a copy of sliding_window, which nothing reads
   ),
 )

@@ -24,7 +24,7 @@ FAMILY = Family(
     KVHeads(8),
     HeadDim(),
     RopeFields(1e6),
-    Layers(window=0),
+    Layers(window=0, keys=("sliding_window",)),
     SettingField("num_local_experts", "moe.num_experts", 8),
     SettingField("num_experts_per_tok", "moe.top_k", 2),
     SettingField("intermediate_size", "moe.d_ff"),

@@ -116,6 +116,35 @@ def test_several_files(tmp_path):
   refuses(folder, r"misses model-00002-of-00002.safetensors, which")
 
 
+def test_a_whole_file_goes_before_the_index_of_an_older_save(tmp_path, caplog):
+  folder = make_folder(tmp_path / "hf", shards=2)
+  tensors = random_tensors(fields_of("llama"))
+  write_tensors(folder / FILE, tensors)
+  for shard in folder.glob("model-0*"):
+    shard.unlink()
+  assert {item.ours for item in check(folder)}
+  assert {t.path.name for t in open_model_folder(folder).tensors.values()} == {FILE}
+  assert "model.safetensors is read, and model.safetensors.index.json" in caplog.text
+  index = {"weight_map": dict.fromkeys(tensors, FILE) | {Q: "other.safetensors"}}
+  (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+  refuses(folder, "misses other.safetensors, which")  # the index names the file, and others
+
+
+def test_doubles_are_named(folder):
+  path = folder / FILE
+  data = path.read_bytes()
+  length = int.from_bytes(data[:8], "little")
+  header = json.loads(data[8 : 8 + length])
+  entries = {
+    name: {"dtype": "F64", "shape": e["shape"], "data_offsets": [2 * o for o in e["data_offsets"]]}
+    for name, e in header.items()
+    if name != "__metadata__"
+  }
+  text = json.dumps(entries).encode()
+  path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(2 * (len(data) - 8 - length)))
+  refuses(folder, r"is in F64, expected one of F32, F16, BF16. Save the model in one of them first")
+
+
 def test_a_config_that_is_wrong(folder, tmp_path):
   fields = fields_of("llama")
   del fields["hidden_size"]
