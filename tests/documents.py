@@ -383,6 +383,8 @@ class Reader:
     return str(self._workdir(word)) if word.startswith("runs/") else word
 
   def _text(self, shown: str) -> Path:
+    if shown.startswith("configs/"):  # of the repository
+      return ROOT / shown
     path = self.folder / shown if shown.endswith(".jsonl") else self.small.text
     self._shown_paths[str(path)] = shown
     return path

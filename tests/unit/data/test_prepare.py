@@ -188,7 +188,9 @@ def started_by(mark):
 
 @pytest.mark.parametrize("kind", ["text", "chats"])
 def test_what_is_done_is_not_done_again(cfg_of, tmp_path, small, monkeypatch, kind):
-  cfg, calls, encode = cfg_of(kind), [], ByteTokenizer.encode_batch
+  cfg, calls = cfg_of(kind), []
+  name = "encode_batch" if kind == "text" else "encode_parts"
+  encode = getattr(ByteTokenizer, name)
 
   def counting(self, texts):
     calls.append(1)
@@ -196,7 +198,7 @@ def test_what_is_done_is_not_done_again(cfg_of, tmp_path, small, monkeypatch, ki
       raise KeyboardInterrupt
     return encode(self, texts)
 
-  monkeypatch.setattr(ByteTokenizer, "encode_batch", counting)
+  monkeypatch.setattr(ByteTokenizer, name, counting)
   with pytest.raises(KeyboardInterrupt):
     prepare(cfg, tmp_path / "out", TokeniseOptions())
   prepare(cfg, tmp_path / "out", TokeniseOptions())
