@@ -90,8 +90,8 @@ def write(
     paths.delete_rest(folder)
   except paths.errors() as e:
     raise CheckpointError(
-      f"checkpoint {step} was not written to {directory}: {paths.reason(e)}. Free space on the "
-      "disk or mend its permissions, then start the same command again: it goes on."
+      f"checkpoint {step} was not written to {directory}: {paths.reason(e)}. {paths.advice(e)} "
+      "Then start the same command again: it goes on."
     ) from e
   return resumed
 

@@ -1,8 +1,11 @@
 """Checkpoints of a run: written in the background, committed in one step, verified before use."""
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import json
+import os
+import re
 import shutil
 import time
 from typing import Any, Self
@@ -25,6 +28,7 @@ from ats_jax.store.paths import Path
 WRITE_TIMEOUT_SECS = 3600
 # A save that waits so long for the one before it says that the folder is slow.
 LONG_WAIT_SECS = 10.0
+_ADVICE = "Look at the disk (`ats-jax check_env --workdir` measures it)."
 
 
 class CheckpointManager:
@@ -71,6 +75,7 @@ class CheckpointManager:
       self._unfinished, processes = self._unfinished / str(jax.process_index()), parted.alone()
     self._local = LocalSnapshots(cfg, run, mesh) if run and cfg.local_dir else None
     self._attempts = 0
+    self._held: paths.HeldFolder | None = None  # of process 0, which makes and renames folders
     self._pending: tuple[int, concurrent.futures.Future] | None = None
     self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
     self._orbax = ocp.AsyncCheckpointer(
@@ -88,10 +93,15 @@ class CheckpointManager:
       try:
         paths.make_folder(self.directory)
         self._remove_unfinished()
+        if not paths.is_remote(self.directory):
+          paths.try_to_write(self.directory)
+          if self._unfinished.exists():  # of a user who may not remove what another one left
+            paths.try_to_write(self._unfinished)
+        self._held = paths.HeldFolder(self.directory)
       except paths.errors() as e:
         raise CheckpointError(
           f"checkpoints cannot be written to {self.directory}: {paths.reason(e)}. "
-          "Choose another workdir."
+          f"{paths.advice(e) or 'Choose another workdir.'}"
         ) from e
 
   def save(
@@ -122,6 +132,7 @@ class CheckpointManager:
     """
     start = time.perf_counter()
     self.wait()
+    self.check_folder()
     if (waited := time.perf_counter() - start) > LONG_WAIT_SECS:
       logging.warning(
         "training waited %.0f s until the checkpoint before %d was written: %s is slow. Raise "
@@ -149,7 +160,9 @@ class CheckpointManager:
     folder = self._unfinished / f"{step}.{self._attempts}"
     try:
       if self._writes:
-        folder.mkdir(parents=True)
+        # Of a run's own folders only this one: if the workdir is moved, none is made by its name.
+        self._unfinished.mkdir(parents=paths.is_remote(self.directory), exist_ok=True)
+        folder.mkdir()
         (folder / reader.EXTRA).write_text(extra_text, encoding="utf-8")
       arrays = stream.to_save(layout.stored(parts))
       self._orbax.save(folder / reader.STATE, args=ocp.args.PyTreeSave(arrays))
@@ -160,6 +173,15 @@ class CheckpointManager:
     if wait or not self._cfg.asynchronous:
       self.wait()
     self.last_save_stall_secs = time.perf_counter() - start
+
+  def check_folder(self) -> None:
+    """Look whether the folder is still where it was; nothing is written to another one.
+
+    Raises:
+      CheckpointError: if it was renamed, removed or replaced.
+    """
+    if self._held is not None and (moved := self._held.moved()):
+      raise CheckpointError(moved)
 
   def save_locally(self, step: int, state: PyTree, extra: dict[str, Any]) -> None:
     """Keep a snapshot in `cfg.local_dir`; returns when the arrays may be donated."""
@@ -284,6 +306,8 @@ class CheckpointManager:
     finally:
       if self._local is not None:
         self._local.close()
+      if self._held is not None:
+        self._held.close()
       self._pool.shutdown()
       self._orbax.close()
 
@@ -298,6 +322,7 @@ class CheckpointManager:
     try:
       self._orbax.wait_until_finished()  # ends with a barrier: all processes have written
       target = self.directory / str(step)
+      self.check_folder()
       if self._parted:
         parted.commit(folder, target, fields, self._attempts, WRITE_TIMEOUT_SECS)
       elif jax.process_index() == 0:
@@ -308,6 +333,14 @@ class CheckpointManager:
     finally:
       if self._writes:
         shutil.rmtree(folder, ignore_errors=True)
+        self._remove_made_again()
+
+  def _remove_made_again(self) -> None:
+    """Remove the empty folders that writers of arrays make by the old name of a moved workdir."""
+    if self._held is not None and self._held.moved():
+      with contextlib.suppress(OSError):
+        for folder in (self._unfinished, self.directory, self.directory.parent):
+          os.rmdir(folder)
 
   @property
   def _writes(self) -> bool:
@@ -372,9 +405,12 @@ class CheckpointManager:
         f"checkpoint {step} was not saved to {self.directory}, as not all processes of the job "
         f"wrote their part: {str(error).splitlines()[0]}"
       )
-    reason = str(error).split(" [tensorstore_spec")[0]
+    if self._held is not None and (moved := self._held.moved()):
+      return CheckpointError(f"checkpoint {step} was not saved: {moved}")
+    reason = re.split(r" \[(?:tensorstore_spec|os_error_code)", str(error))[0]
+    advice = paths.advice(error) or _ADVICE
     return CheckpointError(
       f"checkpoint {step} was not saved to {self.directory}: {type(error).__name__}: {reason}. "
-      f"Older checkpoints are intact: {self.steps() or 'there are none'}. Free space on the disk "
-      "or mend its permissions, then start the run again: it resumes from the newest."
+      f"Older checkpoints are intact: {self.steps() or 'there are none'}. {advice} "
+      "Then start the run again: it resumes from the newest."
     )

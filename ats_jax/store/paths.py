@@ -12,6 +12,8 @@ import errno
 import hashlib
 import json
 import os
+import re
+import resource
 import shutil
 import stat
 import sys
@@ -36,6 +38,20 @@ _DRIVER_ERRORS = {
   "botocore.exceptions": ("BotoCoreError", "ClientError"),
   "gcsfs.retry": ("HttpError", "ChecksumError", "NonRetryableError"),
   "google.auth.exceptions": ("GoogleAuthError",),
+}
+_OS_ERROR = re.compile(r"(?:os_error_code='|OS error )(\d+)")
+_FREE_SPACE = "Free space on the disk."
+_PERMISSION = "Mend the permissions of the folder, or use another one."
+_ADVICE = {
+  errno.ENOSPC: _FREE_SPACE,
+  errno.EDQUOT: "The quota of this user is used up: delete files, or ask for more.",
+  errno.EFBIG: "Raise the limit of a file's size: `ulimit -f unlimited`.",
+  errno.ENFILE: "The machine has too many open files: end other programs, or raise fs.file-max.",
+  errno.EACCES: _PERMISSION,
+  errno.EPERM: _PERMISSION,
+  errno.EROFS: "The file system is read-only: mount it to be written, or use another folder.",
+  errno.EIO: "The disk or its connection fails: see the log of the system (`dmesg`).",
+  errno.ESTALE: "The folder was replaced on its server: mount it again.",
 }
 # The end of a log on a store is put again each time; that may take one part in so many of the time.
 PUT_SHARE = 200
@@ -92,6 +108,29 @@ def reason(error: Exception) -> str:
   )
 
 
+def advice(error: BaseException) -> str:
+  """What to do about what the system refused: "" where it gave no reason that is known here."""
+  number = error_number(error)
+  if number == errno.EMFILE:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return f"Raise the limit of open files, which is {soft}: `ulimit -n {max(4096, 4 * soft)}`."
+  return _ADVICE.get(number, "")
+
+
+def error_number(error: BaseException | None) -> int:
+  """The `errno` of an error, or of one that it was made of; 0 = there is none.
+
+  TensorStore passes the system's number on in its text alone.
+  """
+  while error is not None:
+    if isinstance(error, OSError) and error.errno:
+      return error.errno
+    if found := _OS_ERROR.search(str(error)):
+      return int(found[1])
+    error = error.__cause__ or error.__context__
+  return 0
+
+
 def is_remote(path: str | os.PathLike[str]) -> bool:
   """Whether a path is on a store."""
   return "://" in os.fspath(path)
@@ -106,6 +145,12 @@ def make_folder(path: Path) -> None:
   """Make a folder and those above it; a store has none."""
   if not is_remote(path):
     os.makedirs(path, exist_ok=True)
+
+
+def try_to_write(folder: Path) -> None:
+  """Make and remove a file in a local folder; what forbids that is raised."""
+  with tempfile.TemporaryFile(dir=folder):
+    pass
 
 
 def read(path: Path) -> bytes:
@@ -339,6 +384,50 @@ def move_folder(folder: Path, target: Path, last: str) -> None:
   names = files(folder)
   _store(folder).copy([f"{folder}/{n}" for n in names], [f"{target}/{n}" for n in names])
   delete_folder(folder, last, target)
+
+
+class HeldFolder:
+  """A folder that is used by its name for long, while the name may come to lead elsewhere.
+
+  It may be renamed, removed or replaced, and so may those above it and links to it. Whoever writes
+  by the old name then writes into another folder. The folder is kept open, as the system may give
+  its number to another one that nobody has open.
+  """
+
+  def __init__(self, path: Path):
+    """Open a folder; of a store, which has no folders, nothing is ever found out."""
+    self.path = absolute(path)
+    self._number = None if is_remote(path) else os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+
+  def moved(self) -> str:
+    """What happened to the folder and what to do, on one line; "" = it is where it was."""
+    if self._number is None:
+      return ""
+    try:
+      if os.path.samestat(os.stat(self.path), os.fstat(self._number)):
+        return ""
+    except OSError as e:
+      if e.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ELOOP):
+        return ""  # whether it is still there cannot be told; whoever writes hears why
+    return (
+      f"{self.path} is no longer the folder in which this run began: it was renamed, removed or "
+      f"replaced meanwhile{self._now()}. Start the same command again with the --workdir where the "
+      "run is now; it goes on from its newest checkpoint."
+    )
+
+  def _now(self) -> str:
+    """Where the folder is now, if the system tells."""
+    try:
+      now = os.readlink(f"/proc/self/fd/{self._number}")
+    except OSError:
+      return ""
+    return "" if now.endswith(" (deleted)") else f", and is now {now}"
+
+  def close(self) -> None:
+    """Let go of it."""
+    if self._number is not None:
+      os.close(self._number)
+      self._number = None
 
 
 @contextlib.contextmanager

@@ -42,7 +42,7 @@ from ats_jax.train.compiled import CompiledSteps, Key, PendingStep, begin_compil
 from ats_jax.train.feed import train_feed
 from ats_jax.train.num_steps import rows_read, with_num_steps
 from ats_jax.train.resize import DEVICES, resize_to_devices, with_smaller_micro_batch
-from ats_jax.train.run import Run
+from ats_jax.train.run import FolderWatch, Run
 
 if TYPE_CHECKING:  # imported by the runs that have them
   from ats_jax.orchestrator.trials.snapshots import Snapshots
@@ -157,7 +157,14 @@ def open_run(
       writer=writer,
       goodput=goodput,
       meter=meter,
-      watchers=(watchdog, profile, log, meter, goodput),
+      watchers=(
+        FolderWatch(checkpoints, cfg.log.every_steps),
+        watchdog,
+        profile,
+        log,
+        meter,
+        goodput,
+      ),
     )
     if cfg.orchestrator.mode != "off":
       from ats_jax.train.supervise import open_supervisor

@@ -33,6 +33,27 @@ if TYPE_CHECKING:  # imported by the runs that have one
   from ats_jax.orchestrator.supervisor import Supervisor
 
 
+class FolderWatch(Watcher):
+  """Ends a run whose folder was moved, before anything is written by its old name."""
+
+  def __init__(self, checkpoints: CheckpointManager, every_steps: int):
+    """Watch the folder of `checkpoints`: at each row of metrics, evaluation and checkpoint."""
+    self._check, self._every_steps = checkpoints.check_folder, every_steps
+
+  def after(self, step: int, state: Any, metrics: Any) -> Any:
+    """Look at the folder; see `Watcher`."""
+    del metrics
+    if step % self._every_steps == 0:
+      self._check()
+    return state
+
+  def pause(self, step: int, name: str) -> contextlib.AbstractContextManager[None]:
+    """Look at the folder; see `Watcher`."""
+    del step, name
+    self._check()
+    return contextlib.nullcontext()
+
+
 @dataclasses.dataclass(kw_only=True)
 class Run:
   """An open run. The loop reads and writes `state`; the rest goes through the methods.

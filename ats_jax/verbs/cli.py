@@ -15,6 +15,8 @@ import signal
 import sys
 import textwrap
 import threading
+import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, NoReturn
@@ -40,7 +42,8 @@ SETTINGS_HELP = """\
   --config.moe.num_experts=8 --config.step.remat=full
 `ats-jax train --explain=optimizer` lists the settings of a section.
 """
-_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_EXHAUSTED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMFILE, errno.ENFILE)
+_FAILING = (errno.EIO, errno.ESTALE)  # which may pass
 # Files that are not what the user took them for; other errors of files may pass.
 _WRONG_FILE = (
   errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.EROFS,
@@ -229,6 +232,7 @@ class Command:
       print(self.help(name), flush=True)
       return exits.DONE
     faulthandler.enable()
+    sys.excepthook, sys.unraisablehook = _show_uncaught, _show_unraisable
     _log_short_lines()
     with contextlib.ExitStack() as stack:
       stack.push(_leave_at_once)
@@ -310,11 +314,14 @@ def user_errors() -> Iterator[None]:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     raise SystemExit(128 + signal.SIGPIPE) from None
   except OSError as error:
-    if error.errno in _DISK_FULL:
+    if error.errno in (*_EXHAUSTED, *_FAILING):
+      from ats_jax.store.paths import advice  # here: a launcher starts at once
+
       _leave(
         error,
-        f"a file could not be written: {error}. Free space on the disk, then start the same "
-        "command again: it goes on from the newest checkpoint.",
+        f"a file could not be used: {error}. {advice(error)} Then start the same command again: "
+        "it goes on from the newest checkpoint.",
+        code=exits.FAULT if error.errno in _FAILING else exits.REFUSED,
       )
     if error.errno in _WRONG_FILE and error.filename:
       _leave(error, f"{error.filename!s}: {error.strerror}.", "\n(ATS_TRACEBACK=1 shows where.)")
@@ -461,6 +468,8 @@ def _log_short_lines() -> None:
   """Log to stderr: lines of this package, and warnings of libraries."""
   if not flags.FLAGS.is_parsed():
     flags.FLAGS.mark_as_parsed()  # those of libraries keep their defaults
+  # After a failed write, of Orbax's: the error itself is said.
+  warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
   logging.use_absl_handler()
   logging.set_verbosity(logging.INFO)
   handler = logging.get_absl_handler()
@@ -477,6 +486,27 @@ def short_log() -> Iterator[None]:
     yield
   finally:
     logger.removeFilter(_shorten)
+
+
+def _show_uncaught(
+  kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+  """Show an uncaught error, unless it is that of a write which failed before and is said.
+
+  After a failed save Orbax closes its event loop, and each array that TensorStore still writes
+  finds it closed: a traceback each, from threads of its own.
+  """
+  frames = list(traceback.walk_tb(trace))
+  of_loop = bool(frames) and frames[-1][0].f_globals.get("__name__") == "asyncio.base_events"
+  if not (of_loop and isinstance(error, RuntimeError)) or _shows_tracebacks():
+    sys.__excepthook__(kind, error, trace)
+
+
+def _show_unraisable(args: Any) -> None:
+  """The same for what an event loop raises that could not be made, for want of open files."""
+  of_loop = getattr(args.object, "__module__", "") == "asyncio.base_events"
+  if not of_loop or _shows_tracebacks():
+    sys.__unraisablehook__(args)
 
 
 def _shorten(record: std_logging.LogRecord) -> bool:

@@ -242,6 +242,7 @@ class TorchRun:
     metrics |= memory_metrics() | devices.memory(self.device)
     if self.trainer.scale.moves:
       metrics["train/loss_scale"] = self.trainer.scale.value
+    self.checkpoints.check_folder()
     self.writer.write_scalars(self.step, metrics)
     if arrays and self.layers is not None:
       self.layers.write_arrays(self.step, arrays)

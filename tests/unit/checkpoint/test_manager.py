@@ -1,9 +1,12 @@
+import contextlib
 import copy
+import errno
 import functools
 import json
 import random
 import re
 import shutil
+import tempfile
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +26,7 @@ from ats_jax.checkpoint import (
 )
 from ats_jax.config.identity import RunIdentity
 from ats_jax.config.schema import CheckpointConfig
+from ats_jax.store import paths
 
 
 def files_of(folder):
@@ -457,3 +461,98 @@ def test_a_number_of_each_layer_is_saved_by_layer(tmp_path):
     manager.save(1, state, {}, wait=True)
     _, restored, _ = manager.restore_latest(jax.eval_shape(lambda: state))
   np.testing.assert_array_equal(restored["stack"]["threshold"], [0.0, 1.0, 2.0])
+
+
+def replace_by_another(folder):
+  folder.rename(folder.with_name("b"))
+  (folder / "checkpoints" / "of_another_run").mkdir(parents=True)
+
+
+@pytest.mark.parametrize(
+  "move",
+  [
+    lambda folder: folder.rename(folder.with_name("b")),
+    lambda folder: folder.parent.rename(folder.parent.with_name("other")),
+    shutil.rmtree,
+    replace_by_another,
+  ],
+  ids=["renamed", "parent", "removed", "replaced"],
+)
+@pytest.mark.parametrize("when", ["before", "during"])
+def test_nothing_is_written_by_the_old_name_of_a_folder_that_was_moved(
+  tmp_path, monkeypatch, move, when
+):
+  folder = tmp_path / "runs" / "a"
+  folder.mkdir(parents=True)
+  says = r"no longer the folder in which this run began: .*--workdir where the run is now"
+  with CheckpointManager(folder / "checkpoints", CheckpointConfig()) as manager:
+    manager.save(1, {"x": jnp.zeros(4)}, {}, wait=True)
+    if when == "before":
+      move(folder)
+    else:
+      done, moves = manager._orbax.wait_until_finished, [move]
+
+      def moved_when_done():
+        done()
+        if moves:
+          moves.pop()(folder)
+
+      monkeypatch.setattr(manager._orbax, "wait_until_finished", moved_when_done)
+    with pytest.raises(CheckpointError, match=says) as error:
+      manager.save(2, {"x": jnp.ones(4)}, {}, wait=True)
+  assert "\n" not in str(error.value)
+  if move is replace_by_another:
+    assert [p.name for p in (folder / "checkpoints").iterdir()] == ["of_another_run"]
+    assert f"and is now {tmp_path}/runs/b/checkpoints" in str(error.value)
+  else:
+    assert not folder.exists()
+  assert [p.name for p in tmp_path.glob("**/checkpoints/[0-9]*")] == ["1"] * (
+    move is not shutil.rmtree
+  )
+
+
+def test_a_link_to_the_workdir_that_is_set_to_another_one(tmp_path):
+  for name in ("a", "b"):
+    (tmp_path / name / "checkpoints").mkdir(parents=True)
+  (tmp_path / "run").symlink_to("a")
+  with CheckpointManager(tmp_path / "run" / "checkpoints", CheckpointConfig()) as manager:
+    manager.check_folder()
+    (tmp_path / "run").unlink()
+    (tmp_path / "run").symlink_to("b")
+    with pytest.raises(CheckpointError, match=f"is now {tmp_path}/a/checkpoints"):
+      manager.check_folder()
+
+
+@pytest.mark.parametrize(
+  ("error", "says"),
+  [
+    (OSError(errno.EMFILE, "x"), "ulimit -n"),
+    (ValueError("RESOURCE_EXHAUSTED: x [os_error_code='24']"), "ulimit -n"),
+    (ValueError("Error [OS error 28: x]"), "Free space"),
+    (OSError(errno.EDQUOT, "x"), "quota"),
+    (OSError(errno.EACCES, "x"), "permissions"),
+    (OSError(errno.EROFS, "x"), "read-only"),
+    (OSError(errno.EIO, "x"), "dmesg"),
+    (OSError(errno.ESTALE, "x"), "mount it again"),
+    (ValueError("x"), ""),
+  ],
+)
+def test_each_error_of_the_system_has_advice_of_its_own(error, says):
+  assert paths.advice(error).count(says) and bool(paths.advice(error)) == bool(says)
+  wrapped = RuntimeError("of Orbax")
+  wrapped.__cause__ = error
+  assert paths.advice(wrapped) == paths.advice(error)
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "checkpoints/unfinished"])
+def test_a_folder_that_cannot_be_written_is_found_at_the_start(tmp_path, monkeypatch, name):
+  (tmp_path / "checkpoints" / "unfinished").mkdir(parents=True)
+
+  def refuse(dir):
+    if dir == tmp_path / name:
+      raise OSError(errno.EROFS, "Read-only file system")
+    return contextlib.nullcontext()
+
+  monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+  with pytest.raises(CheckpointError, match=r"cannot be written to .*Read-only.* is read-only"):
+    CheckpointManager(tmp_path / "checkpoints", CheckpointConfig())

@@ -136,7 +136,7 @@ ERRORS = {
   "ValueError('model.x=3 is wrong. Use 4.')": "error: model.x=3 is wrong. Use 4.\n",
   "FloatingPointError('train/loss is nan')": "error: train/loss is nan\n",
   f"OSError({errno.ENOSPC}, 'No space left on device', 'm.jsonl')": (
-    f"error: a file could not be written: [Errno {errno.ENOSPC}] No space left on device: 'm.jsonl'"
+    f"error: a file could not be used: [Errno {errno.ENOSPC}] No space left on device: 'm.jsonl'"
     ". Free space on the disk"
   ),
 }
