@@ -90,7 +90,7 @@ def test_full_disk_is_a_clear_error_and_training_can_go_on(tmp_path, start_child
   for step, line in zip((2, 3, 4), lines, strict=False):
     assert line.startswith(f"checkpoint {step} was not saved to {tmp_path}: ")
     assert "File too large" in line
-    assert "Older checkpoints are intact: [1]. Free space" in line
+    assert "Older checkpoints are intact: [1]. Raise the limit of a file" in line
   assert lines[-1] == "steps [1, 2]"
   assert committed_steps(tmp_path) == [1, 2]
   assert all(integrity.find_damage(tmp_path / str(s)) == [] for s in (1, 2))
