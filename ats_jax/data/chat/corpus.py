@@ -79,7 +79,7 @@ def open_chat_corpus(
     )
     return write_corpus(folder, files, cfg, tokenizer, options._replace(copies_ids=False), fill)
 
-  key = cache.digest("whole conversations", LAYOUT, fingerprint, tokenizer.fingerprint)
+  key = cache.digest("conversations", "whole", LAYOUT, fingerprint, tokenizer.fingerprint)
   root = cache.cache_root(cfg.cache_dir)
   folder = cache.cached(root, f"corpus-{key}", build, goes_on=True)
   warn_of_malformed(folder, cfg.strict)

@@ -35,8 +35,8 @@ class ChatFormat(TextFormat):
 
   @property
   def key(self) -> list[str]:
-    """Return what no field of a text is called."""
-    return ["conversations"]
+    """Return what no field of a text is called; the second word names how they are encoded."""
+    return ["conversations", "whole"]
 
   @property
   def weights(self) -> np.ndarray:
