@@ -90,7 +90,7 @@ def write(
     paths.delete_rest(folder)
   except paths.errors() as e:
     raise CheckpointError(
-      f"checkpoint {step} was not written to {directory}: {paths.reason(e)}. {paths.advice(e)} "
+      f"checkpoint {step} was not written to {directory}: {paths.reason(e)}. {paths.advice(e) or 'Look at the disk.'} "
       "Then start the same command again: it goes on."
     ) from e
   return resumed

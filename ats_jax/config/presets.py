@@ -79,7 +79,7 @@ def _llama(layers: int, d_model: int, heads: int, d_ff: int, **other) -> Preset:
 
 
 PRESETS = {
-  # 14M parameters, of which a token uses 2M beside the embedding; for one small GPU, such as a T4.
+  # 14M parameters, of which a token uses 2M beside the embedding; for one small GPU.
   "demo_14m": _b(
     2, 128, 2, 2, d_ff=1216, seq_len=512, variant="moe", learning_rate=1e-4, batch_size=240,
     accum_steps=8, remat="none",

@@ -498,7 +498,8 @@ def _show_uncaught(
   """
   frames = list(traceback.walk_tb(trace))
   of_loop = bool(frames) and frames[-1][0].f_globals.get("__name__") == "asyncio.base_events"
-  if not (of_loop and isinstance(error, RuntimeError)) or _shows_tracebacks():
+  is_main = threading.current_thread() is threading.main_thread()
+  if is_main or not (of_loop and str(error) == "Event loop is closed") or _shows_tracebacks():
     sys.__excepthook__(kind, error, trace)
 
 

@@ -1,4 +1,8 @@
-"""config.json as it is published, of every family: names and values of the files on the Hub."""
+"""config.json as it is published, of every family.
+
+The names and values are those of files on the Hub. Those of Llama 2, 3.1 and 3.2, TinyLlama,
+Mistral, Qwen3-0.6B and DeepSeek-V3 were written down from memory, without a copy at hand.
+"""
 
 import json
 from pathlib import Path

@@ -556,3 +556,11 @@ def test_a_folder_that_cannot_be_written_is_found_at_the_start(tmp_path, monkeyp
   monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
   with pytest.raises(CheckpointError, match=r"cannot be written to .*Read-only.* is read-only"):
     CheckpointManager(tmp_path / "checkpoints", CheckpointConfig())
+
+
+def test_going_back_is_refused_where_local_snapshots_may_be_later(tmp_path):
+  cfg = CheckpointConfig(local_every=1, local_dir=str(tmp_path / "local"))
+  run = RunIdentity("r", "s")
+  manager = CheckpointManager(tmp_path / "checkpoints", cfg, run)
+  with manager, pytest.raises(ValueError, match=r"--resume_step: .*checkpoint\.local_every=0"):
+    manager.go_back_to(1)

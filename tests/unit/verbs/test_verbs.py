@@ -1,10 +1,13 @@
 """`ats-jax VERB`: the table of verbs, their help, their flags in the reference, their examples."""
 
+import asyncio
+import functools
 import importlib
 import re
 import shlex
 import subprocess
 import sys
+import threading
 import tomllib
 
 import pytest
@@ -126,3 +129,41 @@ Command(main, flags.FlagValues(), "").run("x", [])
   command = [sys.executable, "-c", program]
   ended = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=REPOSITORY)
   assert (ended.returncode, ended.stderr.splitlines()[0]) == (2, "error: it is wrong")
+
+
+class TestUncaughtErrors:
+  """What is shown of errors that nobody catches."""
+
+  @staticmethod
+  def of_closed_loop():
+    loop = asyncio.new_event_loop()
+    loop.close()
+    try:
+      loop.call_soon(print)
+    except RuntimeError as error:
+      return error
+    raise AssertionError("a closed loop takes no calls")
+
+  @pytest.mark.parametrize(
+    ("make", "in_thread", "is_shown"),
+    [
+      (of_closed_loop, True, False),
+      (of_closed_loop, False, True),
+      (lambda: RuntimeError("Event loop is closed"), True, True),
+    ],
+    ids=["of a closed loop", "of a closed loop in the main thread", "of other code"],
+  )
+  def test_only_those_of_a_closed_event_loop_are_left_out(
+    self, monkeypatch, make, in_thread, is_shown
+  ):
+    shown, error = [], make()
+    monkeypatch.setattr(sys, "__excepthook__", lambda *which: shown.append(which[1]))
+    monkeypatch.delenv("ATS_TRACEBACK", raising=False)
+    show = functools.partial(cli._show_uncaught, type(error), error, error.__traceback__)
+    if in_thread:
+      thread = threading.Thread(target=show)
+      thread.start()
+      thread.join()
+    else:
+      show()
+    assert bool(shown) == is_shown
