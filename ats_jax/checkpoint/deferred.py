@@ -89,9 +89,10 @@ def write(
     paths.commit_folder(folder, directory / str(step), MANIFEST)
     paths.delete_rest(folder)
   except paths.errors() as e:
+    advice = paths.advice(e) or "Look at the disk."
     raise CheckpointError(
-      f"checkpoint {step} was not written to {directory}: {paths.reason(e)}. {paths.advice(e) or 'Look at the disk.'} "
-      "Then start the same command again: it goes on."
+      f"checkpoint {step} was not written to {directory}: {paths.reason(e)}. {advice} Then start "
+      "the same command again: it goes on."
     ) from e
   return resumed
 
