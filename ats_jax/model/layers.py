@@ -33,7 +33,14 @@ class Weight(nnx.Module):
   """One drawn weight; also the embedding table and the head, [vocab, d_model]."""
 
   def __init__(
-    self, sizes: Mapping[str, int], *, role: Role, std: float, num: Numerics, rngs: nnx.Rngs
+    self,
+    sizes: Mapping[str, int],
+    *,
+    role: Role,
+    std: float,
+    num: Numerics,
+    rngs: nnx.Rngs,
+    num_inputs: int = 1,
   ):
     """Draw the weight from N(0, std^2).
 
@@ -43,9 +50,10 @@ class Weight(nnx.Module):
       std: standard deviation.
       num: gives the dtype.
       rngs: the source of one key.
+      num_inputs: see `Param`.
     """
     axes, shape = tuple(sizes), tuple(sizes.values())
-    self.weight = normal(rngs.params(), shape, axes, std, num.param_dtype, role)
+    self.weight = normal(rngs.params(), shape, axes, std, num.param_dtype, role, num_inputs)
 
   def value(self, dtype: jnp.dtype | None = None) -> jax.Array:
     """The weight to multiply with, cast to `dtype` (None = as stored)."""
@@ -77,9 +85,8 @@ class Linear(Weight):
       bias: add a trained vector to the result, which starts at 0.
     """
     sizes = {**inputs, **outputs}
-    super().__init__(sizes, role=Role.MATRIX, std=std, num=num, rngs=rngs)
-    self.num_inputs, self.kernels = len(inputs), num.kernels
-    self.keep_gathered = num.keep_gathered
+    super().__init__(sizes, role=Role.MATRIX, std=std, num=num, rngs=rngs, num_inputs=len(inputs))
+    self.kernels, self.keep_gathered = num.kernels, num.keep_gathered
     # Whole along d_model, as what it is added to.
     shape = tuple(outputs.values())
     self.bias = zeros(shape, self.outputs, num.param_dtype, Role.BIAS) if bias else None
@@ -87,12 +94,12 @@ class Linear(Weight):
   @property
   def inputs(self) -> tuple[str, ...]:
     """Logical axes of the contracted dimensions, as activations have them."""
-    return activation_axes(self.weight.axes[: self.num_inputs])
+    return activation_axes(self.weight.axes[: self.weight.num_inputs])
 
   @property
   def outputs(self) -> tuple[str, ...]:
     """Logical axes of the result's new dimensions."""
-    return activation_axes(self.weight.axes[self.num_inputs :])
+    return activation_axes(self.weight.axes[self.weight.num_inputs :])
 
   def __call__(self, x: jax.Array, *, fp8: bool = False) -> jax.Array:
     """Map [batch, seq, *inputs] to [batch, seq, *outputs]; `fp8` multiplies in 8 bits."""

@@ -48,13 +48,21 @@ class Param(nnx.Param):
     axes: logical axes (sharding/rules.py) of one layer's array. The array of stacked layers has one
       dimension more, in front: a `jax.vmap` over constructors knows nothing of metadata.
     role: what the parameter does.
+    num_inputs: how many of the dimensions of a matrix are those of its input. They stand in front
+      of those of its output, and behind that of experts.
   """
 
   axes: tuple[str, ...]
   role: Role
+  num_inputs: int
 
-  def __init__(self, value: Any, *, axes: tuple[str, ...], role: Role):
-    super().__init__(value, axes=axes, role=role)
+  def __init__(self, value: Any, *, axes: tuple[str, ...], role: Role, num_inputs: int = 1):
+    super().__init__(value, axes=axes, role=role, num_inputs=num_inputs)
+
+  @property
+  def num_stacked(self) -> int:
+    """How many dimensions count layers or experts: each of their entries is one tensor."""
+    return self.ndim - len(self.axes) + (self.role is Role.EXPERT)
 
 
 class Buffer(nnx.Variable):
@@ -201,10 +209,11 @@ def normal(
   std: float,
   dtype: jnp.dtype,
   role: Role,
+  num_inputs: int = 1,
 ) -> Param:
   """Draw a weight from N(0, std^2) in float32, cast to `dtype`, sharded by logical `axes`."""
   value = _draw(key, shape, std, jnp.dtype(dtype), initial_sharding(shape, axes, role))
-  return Param(value, axes=axes, role=role)
+  return Param(value, axes=axes, role=role, num_inputs=num_inputs)
 
 
 # One program for each shape, which layers and models share.

@@ -247,5 +247,6 @@ OPS: dict[str, Op] = {
       "0.97 to 1.02 of XLA's speed on an H200",
       update=adamw.adamw,
     ),
+    used_by=when("optimizer.name", "adamw"),
   ),
 }

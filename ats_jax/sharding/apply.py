@@ -209,6 +209,46 @@ def map_shards(f: Callable, *args: jax.Array, out_like: Sequence[int | None]) ->
   return jax.shard_map(f, in_specs=tuple(specs), out_specs=out_specs, check_vma=False)(*args)
 
 
+def map_tensors(f: Callable[[jax.Array], jax.Array], x: jax.Array, num_stacked: int) -> jax.Array:
+  """Run `f` on blocks of whole tensors of a stack, distributed over all devices.
+
+  There is one exchange there and one back, and none within `f`.
+
+  Args:
+    f: function of a local array [*stack, *tensor] that returns one of its shape and dtype.
+    x: a stack, sharded in any way.
+    num_stacked: how many dimensions of `x` count tensors. Devices along an axis that divides none
+      of them get padding: the first dimension is filled up with zeros, unless it is sharded.
+
+  Returns:
+    An array like `x`, sharded like it.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  if _is_local(mesh):
+    return f(x)
+  cut, sizes = jax.typeof(x).sharding.spec, {n: s for n, s in mesh.shape.items() if s > 1}
+  names = lambda entry: () if entry is None else (entry,) if isinstance(entry, str) else entry
+  there = [[n for n in names(entry) if n in sizes] for entry in cut[:num_stacked]]
+  length = list(x.shape[:num_stacked])
+  can_pad = bool(there) and not there[0]
+  ways = lambda dim: math.prod(sizes[n] for n in there[dim])
+  for name in (n for n in sizes if all(n not in of_dim for of_dim in there)):
+    divided = [d for d in range(num_stacked) if length[d] % (ways(d) * sizes[name]) == 0]
+    if divided or can_pad:
+      there[divided[0] if divided else 0].append(name)
+    if not divided and can_pad:
+      length[0] += -length[0] % ways(0)
+  rest = x.ndim - num_stacked
+  stacked = jax.P(*(tuple(of_dim) or None for of_dim in there), *[None] * rest)
+  padding = [(0, length[0] - x.shape[0]), *[(0, 0)] * (x.ndim - 1)] if num_stacked else []
+  is_padded = any(after for _, after in padding)
+  if is_padded:  # the padding of a dimension that is not sharded moves nothing
+    x = jnp.pad(x, padding)
+  (y,) = map_shards(lambda block: (f(block),), jax.reshard(x, stacked), out_like=(0,))
+  y = jax.reshard(y, cut)
+  return jax.lax.slice_in_dim(y, 0, length[0] - padding[0][1]) if is_padded else y
+
+
 def has_several_devices() -> bool:
   """Whether the current mesh has more than one device."""
   return jax.sharding.get_abstract_mesh().size > 1

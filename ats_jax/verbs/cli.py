@@ -94,17 +94,20 @@ class ConfigFlag:
       (define or flags.DEFINE_string)(f"config.{name}", None, about, flag_values=self._flags)
 
   def read_ahead(self, argv: list[str]) -> None:
-    """Define the settings that extensions bring, where the command line has one nobody knows.
+    """Define the settings that extensions bring.
+
+    They are looked for on the command line; in the config file, which takes a while, only where the
+    command line has a setting that nobody knows.
 
     Raises:
       ValueError: as `load_file` and `load`.
     """
     known = {f"config.{name}" for name in (*KINDS, *all_settings())}
     names = [re.match(r"--?(config\.[\w.]+)", word) for word in argv]
-    if all(name is None or name[1] in known for name in names):
-      return
     if (extensions := _value_of("config.extensions", argv)) is not None:
       load(parse("extensions", extensions, {}))
+    elif all(name is None or name[1] in known for name in names):
+      return
     else:
       load(extensions_of(_values_of_file(_value_of("config", argv) or DEFAULT_CONFIG)))
     self._define_settings()

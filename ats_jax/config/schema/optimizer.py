@@ -1,22 +1,43 @@
 """The section `optimizer`."""
 
 import dataclasses
+import difflib
 import math
+from collections.abc import Iterable
 from typing import Any
 
 from ats_jax.config.schema import rules
 from ats_jax.config.schema.schedule import SCHEDULES, Schedule
-from ats_jax.config.schema.setting import Kinds, section, setting, when
+from ats_jax.config.schema.setting import Kinds, Table, elements, section, setting, when
 from ats_jax.extensions import optimizers
 
 OPTIMIZERS = Kinds("optimizer", "what makes directions of gradients", registry=optimizers)
 
 
+# Of `model.param.Role`, which stands above this package.
+ROLES = (
+  "matrix", "expert", "router", "embedding", "head", "norm", "bias", "sink", "scalar", "adapter",
+)  # fmt: skip
+
+
+def check_roles(name: str, roles: Iterable[str]) -> None:
+  """Refuse roles of parameters that there are not, in the setting `name`."""
+  for role in roles:
+    if role not in ROLES:
+      near = difflib.get_close_matches(role, ROLES, n=1)
+      hint = f" Did you mean {near[0]!r}?" if near else ""
+      raise ValueError(
+        f"{name}: there is no role {role!r}. Roles of parameters are {', '.join(ROLES)}.{hint}"
+      )
+
+
 def check_averages(optimizer: "OptimizerConfig", *names: str) -> None:
   """Refuse a decay of 1 of an average of gradients: a rule for `check` of any optimizer."""
   for name in names:
-    if getattr(optimizer, name) == 1.0:
-      raise ValueError(f"optimizer.{name}=1 never takes a gradient in. Use less than 1.")
+    if 1.0 in elements(getattr(optimizer, name)):
+      raise ValueError(
+        f"optimizer.{name}: a decay of 1 never takes a gradient in. Use less than 1."
+      )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +63,15 @@ class OptimizerConfig:
     0.1, "decoupled decay of matrices; norms, biases and scalars are never decayed", low=0.0
   )
   decay_embeddings: bool = setting(False, "decay the embedding table too")
+  rate_by_role: Table[float] = setting(
+    Table(),
+    "what the learning rate of parameters of a role is multiplied with, e.g. embedding=0.3,norm=2; "
+    f"roles are {', '.join(ROLES)}",
+    low=0.0,
+  )
+  decay_by_role: Table[float] = setting(
+    Table(), "decay of parameters of a role, in place of weight_decay", low=0.0
+  )
   grad_clip: float = setting(1.0, "global-norm clip; 0 = off", low=0.0)
   ema_decay: float = setting(
     0.0,
@@ -49,6 +79,13 @@ class OptimizerConfig:
     low=0.0,
     high=1.0,
   )
+
+  def check(self, cfg: Any) -> None:
+    """Refuse roles that there are not."""
+    del cfg
+    for field in dataclasses.fields(self):
+      if field.name.endswith("_by_role"):
+        check_roles(f"optimizer.{field.name}", getattr(self, field.name))
 
   def check_length(self, cfg: Any) -> None:
     """Refuse a warm-up that does not end, and an average of weights that stays at the first."""
@@ -70,26 +107,36 @@ class OptimizerConfig:
     return None
 
 
-@OPTIMIZERS.of_part("ats_jax.step.optimizers.adamw:adamw")
 @dataclasses.dataclass(frozen=True)
-class AdamW(OptimizerConfig):
-  """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101)."""
+class WithAdam(OptimizerConfig):
+  """An optimizer by which all or some parameters go by Adam."""
 
   b1: float = setting(0.9, "decay of Adam's first moment", low=0.0, high=1.0)
   b2: float = setting(0.95, "decay of Adam's second moment", low=0.0, high=1.0)
   eps: float = setting(1e-8, "added to the root of the second moment", low=0.0)
-  mu_dtype: str = setting("float32", "format of the first moment", choices=("float32", "bfloat16"))
-  nu_dtype: str = setting("float32", "format of the second moment", choices=("float32", "bfloat16"))
+  b1_by_role: Table[float] = setting(
+    Table(), "b1 of parameters of a role, e.g. embedding=0.8", low=0.0, high=1.0
+  )
+  b2_by_role: Table[float] = setting(Table(), "b2 of parameters of a role", low=0.0, high=1.0)
 
   def check(self, cfg: Any) -> None:
     """Refuse what never takes a gradient in, or divides 0 by 0."""
-    del cfg
-    check_averages(self, "b1", "b2")
+    super().check(cfg)
+    check_averages(self, "b1", "b2", "b1_by_role", "b2_by_role")
     if self.eps == 0.0:
       raise ValueError(
         "optimizer.eps=0 divides 0 by 0 where a gradient is 0, as for tokens not seen yet. "
         "Use a small positive number, e.g. 1e-8."
       )
+
+
+@OPTIMIZERS.of_part("ats_jax.step.optimizers.adamw:adamw")
+@dataclasses.dataclass(frozen=True)
+class AdamW(WithAdam):
+  """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101)."""
+
+  mu_dtype: str = setting("float32", "format of the first moment", choices=("float32", "bfloat16"))
+  nu_dtype: str = setting("float32", "format of the second moment", choices=("float32", "bfloat16"))
 
   def formats(self) -> dict[str, str]:
     """The dtypes of the two moments."""
@@ -106,3 +153,72 @@ class AdamW(OptimizerConfig):
       "b2": self.b2**by,
       "weight_decay": math.sqrt(by) * self.weight_decay,
     }
+
+
+@dataclasses.dataclass(frozen=True)
+class ForMatrices(WithAdam):
+  """An optimizer of matrices; b1, b2 and eps are of all other parameters, which go by Adam."""
+
+  matrix_roles: tuple[str, ...] = setting(
+    ("matrix", "expert", "adapter"), "roles of parameters that are treated as matrices"
+  )
+
+  def check(self, cfg: Any) -> None:
+    """Refuse roles that there are not."""
+    super().check(cfg)
+    check_roles("optimizer.matrix_roles", self.matrix_roles)
+
+
+@dataclasses.dataclass(frozen=True)
+class Orthogonalised(ForMatrices):
+  """What Muon and its relatives have: momentum, and how it is orthogonalised."""
+
+  momentum: float = setting(
+    0.95, "decay of the average of gradients of matrices", low=0.0, high=1.0
+  )
+  momentum_by_role: Table[float] = setting(
+    Table(), "momentum of matrices of a role", low=0.0, high=1.0
+  )
+  nesterov: bool = setting(True, "look one step ahead of the average")
+  iterations: int = setting(5, "polynomials that orthogonalise a matrix", low=1, high=20)
+  iteration_dtype: str = setting(
+    "bfloat16",
+    "format in which a matrix is orthogonalised",
+    choices=("bfloat16", "float16", "float32"),
+  )
+  norm_eps: float = setting(
+    1e-7, "added to the norm of a matrix before it is orthogonalised", low=0.0
+  )
+
+  def check(self, cfg: Any) -> None:
+    """Refuse an average that never takes a gradient in."""
+    super().check(cfg)
+    check_averages(self, "momentum", "momentum_by_role")
+
+
+@OPTIMIZERS.of_part("ats_jax.step.optimizers.muon:muon")
+@dataclasses.dataclass(frozen=True)
+class Muon(Orthogonalised):
+  """Muon (Jordan 2024), whose updates are as large as AdamW's (Liu et al. 2025)."""
+
+  name: str = OPTIMIZERS.tag("muon")
+  update_size: str = setting(
+    "rms",
+    "the size of an update of a matrix: 'rms' = its root mean square is update_rms; 'spectral' = "
+    "its largest singular value is sqrt(outputs / inputs)",
+    choices=("rms", "spectral"),
+  )
+  update_rms: float = setting(
+    0.2,
+    "root mean square of an update of unit learning rate; that of AdamW is about 0.2",
+    low=0.0,
+    needs=when("optimizer.update_size", "rms"),
+  )
+
+
+@OPTIMIZERS.of_part("ats_jax.step.optimizers.muon:muonh")
+@dataclasses.dataclass(frozen=True)
+class MuonH(Orthogonalised):
+  """Muon by which matrices keep their norm; the learning rate of theirs is relative to it."""
+
+  name: str = OPTIMIZERS.tag("muonh")

@@ -86,11 +86,14 @@ def check(cfg: Config) -> None:
     "precision.param_dtype": "float32",
     "optimizer.mu_dtype": "float32",
     "optimizer.nu_dtype": "float32",
+    "optimizer.rate_by_role": {},
+    "optimizer.b1_by_role": {},
+    "optimizer.b2_by_role": {},
     "precision.fp8": False,
   }
   flat = flatten(cfg)
   for name, value in only.items():
-    if flat[name] != value:
+    if flat.get(name, value) != value:
       raise ValueError(f"bridge train has only --config.{name}={value}, not {flat[name]}.")
   if cfg.data.order.num_lengths > 1:
     raise ValueError(

@@ -16,7 +16,7 @@ from ats_jax.model.layout import stacks
 from ats_jax.model.param import trainable
 from ats_jax.pytorch import weights
 from ats_jax.pytorch.decoder import Decoder
-from ats_jax.step.optimizers.base import decay_mask
+from ats_jax.step.optimizers.base import decay_rates
 from ats_jax.step.state import TrainState
 
 MOMENTS = {"mu": "exp_avg", "nu": "exp_avg_sq"}  # in optax, and in torch.optim
@@ -31,22 +31,20 @@ def optimizer_of(cfg: Config, model: Decoder, abstract: TrainState) -> torch.opt
     abstract: the state in JAX, which says what decays.
   """
   params = trainable(abstract.model)
-  leaves = jax.tree.leaves(decay_mask(params, embeddings=cfg.optimizer.decay_embeddings))
+  decays = jax.tree.leaves(decay_rates(cfg, params))
   parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
-  groups: dict[bool, list[Tensor]] = {True: [], False: []}
+  groups: dict[float, list[Tensor]] = {}
   for ours, part in layout.named_arrays(params, stacks=stacks(cfg)).items():
-    groups[leaves[part.number]].append(parameters.pop(weights.their_name(ours, parameters)))
+    parameter = parameters.pop(weights.their_name(ours, parameters))
+    groups.setdefault(decays[part.number], []).append(parameter)
   assert not parameters
   o = cfg.optimizer
   assert isinstance(o, AdamW)  # `check`
   return torch.optim.AdamW(
-    [
-      {"params": groups[True], "weight_decay": o.weight_decay},
-      {"params": groups[False], "weight_decay": 0.0},
-    ],
+    [{"params": group, "weight_decay": decay} for decay, group in groups.items()],
     betas=(o.b1, o.b2),
     eps=o.eps,
-    fused=groups[False][0].is_cuda,
+    fused=next(model.parameters()).is_cuda,
   )
 
 

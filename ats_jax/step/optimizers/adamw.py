@@ -9,16 +9,24 @@ import jax.numpy as jnp
 import optax
 
 from ats_jax.config.schema import Config
-from ats_jax.config.schema.optimizer import AdamW
-from ats_jax.ops.adamw import UpdateScalars, adamw_update, clip_scale
+from ats_jax.config.schema.optimizer import AdamW, WithAdam
+from ats_jax.ops.adamw import AdamWResult, UpdateScalars, adamw_update, clip_scale
 from ats_jax.ops.registry import XLA, Kernels
 from ats_jax.step.optimizers.base import (
   Checked,
   Moved,
   Optimizer,
+  PerParam,
+  by_role,
+  check_elements,
   clipping,
-  decay_mask,
+  decay_rates,
   decoupled_decay,
+  each,
+  recount,
+  relative_rates,
+  state_of,
+  with_state,
 )
 
 # (1 - b2) times squares of smaller gradients is 0 in float32, up to a b2 of 0.9999.
@@ -49,7 +57,8 @@ def adamw(cfg: Config, platform: str, kernels: Kernels = XLA) -> Optimizer:
   """
   o = cfg.optimizer
   assert isinstance(o, AdamW)
-  adam = scale_by_adam(o.b1, o.b2, o.eps, jnp.dtype(o.mu_dtype), jnp.dtype(o.nu_dtype))
+  b1, b2 = betas_of(o)
+  adam = scale_by_adam(b1, b2, o.eps, jnp.dtype(o.mu_dtype), jnp.dtype(o.nu_dtype))
   tx = optax.chain(*clipping(cfg, platform), adam, *decoupled_decay(cfg))
   has_kernel = kernels.of("adamw", "update") != "xla"
   fused = functools.partial(fused_adamw, cfg, kernels) if has_kernel else None
@@ -58,14 +67,20 @@ def adamw(cfg: Config, platform: str, kernels: Kernels = XLA) -> Optimizer:
     platform,
     fused,
     recount,
-    check=functools.partial(check_moments, b1=o.b1, b2=o.b2),
-    refit=functools.partial(within_bound, b1=o.b1, b2=o.b2),
+    check=functools.partial(check_moments, b1=b1, b2=b2),
+    refit=functools.partial(within_bound, b1=b1, b2=b2),
     squares=frozenset({"nu"}),
   )
 
 
+def betas_of(settings: WithAdam) -> tuple[PerParam, PerParam]:
+  """b1 and b2 of parameters."""
+  of = settings
+  return by_role(of.b1_by_role, of.b1), by_role(of.b2_by_role, of.b2)
+
+
 def scale_by_adam(
-  b1: float, b2: float, eps: float, mu_dtype: jnp.dtype, nu_dtype: jnp.dtype
+  b1: PerParam, b2: PerParam, eps: float, mu_dtype: jnp.dtype, nu_dtype: jnp.dtype
 ) -> optax.GradientTransformation:
   """Adam's direction (Kingma & Ba 2015, arXiv:1412.6980, algorithm 1), float32 arithmetic.
 
@@ -73,6 +88,13 @@ def scale_by_adam(
   the parameters' dtype, and a bfloat16 average with b2 >= 0.99 stops moving. The bias corrections
   are in scalars, as at the end of the paper's section 2: with a single division an element, XLA
   makes the whole update of a parameter and its norm in one pass over memory.
+
+  Args:
+    b1: decay of the first moment.
+    b2: decay of the second moment.
+    eps: added to the root of the second moment.
+    mu_dtype: of the first moment.
+    nu_dtype: of the second moment.
   """
 
   def init(params):
@@ -84,24 +106,19 @@ def scale_by_adam(
     steps = state.steps + 1
     average = lambda old, new, b: b * old.astype(jnp.float32) + (1.0 - b) * new
     grads = jax.tree.map(lambda g: g.astype(jnp.float32), updates)
-    mu = jax.tree.map(lambda m, g: average(m, g, b1), state.mu, grads)
-    nu = jax.tree.map(lambda v, g: average(v, jnp.square(g), b2), state.nu, grads)
-    bias1, bias2 = 1.0 - b1**steps, 1.0 - b2**steps
-    of_root = bias1 / jnp.sqrt(bias2)
-    directions = jax.tree.map(lambda m, v: m / (of_root * jnp.sqrt(v) + bias1 * eps), mu, nu)
+    b1s, b2s = each(b1, updates), each(b2, updates)
+    mu = jax.tree.map(average, state.mu, grads, b1s)
+    nu = jax.tree.map(lambda v, g, b: average(v, jnp.square(g), b), state.nu, grads, b2s)
+
+    def direction(m: jax.Array, v: jax.Array, b1: float, b2: float) -> jax.Array:
+      bias1, bias2 = 1.0 - b1**steps, 1.0 - b2**steps
+      return m / (bias1 / jnp.sqrt(bias2) * jnp.sqrt(v) + bias1 * eps)
+
+    directions = jax.tree.map(direction, mu, nu, b1s, b2s)
     cast = lambda tree, dtype: jax.tree.map(lambda x: x.astype(dtype), tree)
     return directions, AdamState(steps, cast(mu, mu_dtype), cast(nu, nu_dtype))
 
   return optax.GradientTransformation(init, update)
-
-
-def recount(opt_state: optax.OptState, updates: jax.Array) -> tuple[optax.OptState, jax.Array]:
-  """See `Optimizer.recount`. A wrong count would turn Adam's bias corrections over."""
-  is_adam = lambda state: isinstance(state, AdamState)
-  (adam,) = filter(is_adam, jax.tree.leaves(opt_state, is_leaf=is_adam))
-  right = adam._replace(steps=updates)
-  opt_state = jax.tree.map(lambda s: right if is_adam(s) else s, opt_state, is_leaf=is_adam)
-  return opt_state, jnp.abs(adam.steps - updates).astype(jnp.float32)
 
 
 def check_moments(
@@ -110,54 +127,43 @@ def check_moments(
   after: optax.OptState,
   armed: jax.Array,
   *,
-  b1: float,
-  b2: float,
+  b1: PerParam,
+  b2: PerParam,
 ) -> Checked:
   """What holds of Adam's moments whatever the gradients were, element by element.
 
   A second moment is not negative, and a first moment is within `most_ratio` of its root: both are
   sums over the same gradients, which the inequality of Cauchy and Schwarz compares. See
   `Optimizer.check`.
-
-  Of the moments before the update, which XLA has at hand in the pass that makes it: asked of those
-  after it, the answers to bfloat16 moments are written out first (seen on an H200, jax 0.11.2).
   """
-  is_adam = lambda state: isinstance(state, AdamState)
-  adam_of = lambda tree: next(filter(is_adam, jax.tree.leaves(tree, is_leaf=is_adam)))
-  # Behind a barrier: XLA would read zeros that something else has in memory, and tie both together.
-  zero = jax.lax.optimization_barrier(jnp.zeros((), jnp.float32))
 
-  def is_wrong(m: jax.Array, v: jax.Array) -> jax.Array:
-    most = most_ratio(b1, b2, m.dtype, v.dtype)
-    m, v = m.astype(jnp.float32), v.astype(jnp.float32)
-    bound = most * most * v + UNDERFLOW * UNDERFLOW if math.isfinite(most) else jnp.inf
-    return ~((v >= zero) & (v < jnp.inf) & (m * m <= bound))  # true of NaN too
+  def is_wrong(state: AdamState, zero: jax.Array) -> Any:
+    def of_param(m: jax.Array, v: jax.Array, b1: float, b2: float) -> jax.Array:
+      most = most_ratio(b1, b2, m.dtype, v.dtype)
+      m, v = m.astype(jnp.float32), v.astype(jnp.float32)
+      bound = most * most * v + UNDERFLOW * UNDERFLOW if math.isfinite(most) else jnp.inf
+      return ~((v >= zero) & (v < jnp.inf) & (m * m <= bound))  # true of NaN too
 
-  old, new = adam_of(before), adam_of(after)
-  wrong = jax.tree.map(is_wrong, old.mu, old.nu)
-  anew = lambda x, is_wrong: jnp.where(is_wrong & armed, zero.astype(x.dtype), x)
-  marked = jax.tree.map(lambda d, is_wrong: jnp.where(is_wrong, jnp.nan, d), directions, wrong)
-  directions, mu, nu = (jax.tree.map(anew, x, wrong) for x in (directions, new.mu, new.nu))
-  mended = AdamState(new.steps, mu, nu)
-  after = jax.tree.map(lambda s: mended if is_adam(s) else s, after, is_leaf=is_adam)
-  return Checked(directions, after, marked)
+    return jax.tree.map(of_param, state.mu, state.nu, each(b1, state.mu), each(b2, state.mu))
+
+  return check_elements(AdamState, ("mu", "nu"), is_wrong, before, directions, after, armed)
 
 
-def within_bound(opt_state: optax.OptState, b1: float, b2: float) -> optax.OptState:
+def within_bound(opt_state: optax.OptState, b1: PerParam, b2: PerParam) -> optax.OptState:
   """Moments that were made with another `b2`, as this one could have left them.
 
   A second moment that would be too small for its first one is raised; all others stay as they are.
   """
-  is_adam = lambda state: isinstance(state, AdamState)
 
-  def raised(m: jax.Array, v: jax.Array) -> jax.Array:
+  def raised(m: jax.Array, v: jax.Array, b1: float, b2: float) -> jax.Array:
     # Half of the slack of a bound is left, for the rounding to the moment's dtype.
     exact = most_ratio(b1, b2, m.dtype, v.dtype) * (1.0 - 0.5e-4)
     least = jnp.square(m.astype(jnp.float32) / exact)
     return jnp.maximum(v, (least * (1.0 + jnp.finfo(v.dtype).eps)).astype(v.dtype))
 
-  fit = lambda s: s._replace(nu=jax.tree.map(raised, s.mu, s.nu)) if is_adam(s) else s
-  return jax.tree.map(fit, opt_state, is_leaf=is_adam)
+  old = state_of(AdamState, opt_state)
+  nu = jax.tree.map(raised, old.mu, old.nu, each(b1, old.mu), each(b2, old.mu))
+  return with_state(old._replace(nu=nu), opt_state)
 
 
 def most_ratio(b1: float, b2: float, mu_dtype: jnp.dtype, nu_dtype: jnp.dtype) -> float:
@@ -187,20 +193,21 @@ def fused_adamw(
   """
   o = cfg.optimizer
   assert isinstance(o, AdamW)
-  is_adam = lambda state: isinstance(state, AdamState)
-  (adam,) = filter(is_adam, jax.tree.leaves(opt_state, is_leaf=is_adam))
-  steps = adam.steps + 1
-  rates = UpdateScalars(clip_scale(grads, o.grad_clip), lr, 1.0 - o.b1**steps, 1.0 - o.b2**steps)
-  decays = decay_mask(params, embeddings=o.decay_embeddings)
-  leaves = zip(*map(jax.tree.leaves, (params, grads, adam.mu, adam.nu, decays)), strict=True)
-  update = functools.partial(
-    adamw_update, rates=rates, b1=o.b1, b2=o.b2, eps=o.eps, kernels=kernels
-  )
-  updated = [
-    update(p, g, m, v, weight_decay=o.weight_decay * decay) for p, g, m, v, decay in leaves
-  ]
+  adam = state_of(AdamState, opt_state)
+  steps, clip = adam.steps + 1, clip_scale(grads, o.grad_clip)
+
+  def of_param(p, g, m, v, b1, b2, decay, rate) -> AdamWResult:
+    scalars = UpdateScalars(clip, rate * lr, 1.0 - b1**steps, 1.0 - b2**steps)
+    new = adamw_update(
+      p, g, m, v, scalars, b1=b1, b2=b2, eps=o.eps, weight_decay=decay, kernels=kernels
+    )
+    return new._replace(squares=rate * rate * new.squares)
+
+  b1s, b2s = (each(b, params) for b in betas_of(o))
+  decays, relative = decay_rates(cfg, params), relative_rates(cfg, params)
+  of_each = map(jax.tree.leaves, (params, grads, adam.mu, adam.nu, b1s, b2s, decays, relative))
+  updated = [of_param(*leaves) for leaves in zip(*of_each, strict=True)]
   param, mu, nu, squares = zip(*updated, strict=True)
   like = jax.tree.structure(params).unflatten
-  new = AdamState(steps, like(mu), like(nu))
-  opt_state = jax.tree.map(lambda s: new if is_adam(s) else s, opt_state, is_leaf=is_adam)
+  opt_state = with_state(AdamState(steps, like(mu), like(nu)), opt_state)
   return Moved(like(param), opt_state, lr * jnp.sqrt(sum(squares)))

@@ -1,7 +1,7 @@
 """What all optimizers share: clip, decay by role, the move, and what they keep of a parameter."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +12,11 @@ from flax import nnx
 from ats_jax.config.schema import Config
 from ats_jax.model.param import Param, Role, per_param
 from ats_jax.step import tensors
+
+# See `Optimizer.check`.
+type Check = Callable[[optax.OptState, Any, optax.OptState, jax.Array], Checked]
+# A hyperparameter: one number, or one of each parameter.
+type PerParam = float | Callable[[Param], float]
 
 DECAYS = frozenset({Role.MATRIX, Role.EXPERT, Role.ROUTER, Role.HEAD, Role.ADAPTER})
 
@@ -55,6 +60,7 @@ class Optimizer:
 
   Attributes:
     tx: gradients to directions of descent of unit learning rate; parameters move by -lr times them.
+      Its `update` gets lr as `learning_rate`, for what is not proportional to it.
     platform: where it runs, "cpu", "gpu" or "tpu".
     fused: `(params, grads, opt_state, lr) -> Moved`: the same in one pass over each parameter, on
       the same state; None = there is no kernel for it.
@@ -74,7 +80,7 @@ class Optimizer:
   platform: str
   fused: Callable[[Any, Any, optax.OptState, jax.Array], Moved] | None = None
   recount: Callable[[optax.OptState, jax.Array], tuple[optax.OptState, jax.Array]] | None = None
-  check: Callable[[optax.OptState, Any, optax.OptState, jax.Array], Checked] | None = None
+  check: Check | None = None
   refit: Callable[[optax.OptState], optax.OptState] | None = None
   squares: frozenset[str] = frozenset()
 
@@ -82,7 +88,10 @@ class Optimizer:
     """Move parameters by a learning rate, in one pass if there is one."""
     if self.fused is not None:
       return self.fused(params, grads, opt_state, lr)
-    directions, opt_state = seam(self.tx.update(grads, opt_state, params), self.platform)
+    tx = optax.with_extra_args_support(self.tx)
+    directions, opt_state = seam(
+      tx.update(grads, opt_state, params, learning_rate=lr), self.platform
+    )
     params = seam(move(params, directions, lr), self.platform)
     return Moved(params, opt_state, lr * tensors.norm(directions))
 
@@ -97,15 +106,120 @@ def per_parameter(opt_state: optax.OptState) -> list[tuple[str, Any]]:
   return [(path[-1].name, tree) for path, tree in found if is_model(tree)]
 
 
+def role_name(param: Param) -> str:
+  """The role of a parameter as settings name it (`config.schema.optimizer.ROLES`)."""
+  return param.role.name.lower()
+
+
+def by_role(table: Mapping[str, float], usual: float) -> PerParam:
+  """A hyperparameter that a setting such as `optimizer.b1_by_role` gives, or else `usual`."""
+  return (lambda param: table.get(role_name(param), usual)) if table else usual
+
+
+def each(value: PerParam, tree: Any) -> Any:
+  """A hyperparameter of each parameter, floats in a tree like `tree`."""
+  if callable(value):
+    return per_param(value, tree)
+  return jax.tree.map(lambda _: value, tree)
+
+
 def decays(param: Param, *, embeddings: bool) -> bool:
   """Whether a parameter decays: matrices; the embedding table if asked; no vector of any role."""
   asked = embeddings and param.role is Role.EMBEDDING
   return (param.role in DECAYS or asked) and len(param.axes) > 1
 
 
-def decay_mask(params: Any, *, embeddings: bool) -> Any:
-  """`decays` of each parameter, in a tree like `params`."""
-  return per_param(lambda param: decays(param, embeddings=embeddings), params)
+def decay_rates(cfg: Config, params: Any) -> Any:
+  """The weight decay of each parameter, floats in a tree like `params`."""
+  o = cfg.optimizer
+  usual = lambda param: o.weight_decay * decays(param, embeddings=o.decay_embeddings)
+  return per_param(lambda param: o.decay_by_role.get(role_name(param), usual(param)), params)
+
+
+def relative_rates(cfg: Config, params: Any) -> Any:
+  """What the learning rate of each parameter is multiplied with, floats in a tree like `params`."""
+  return each(by_role(cfg.optimizer.rate_by_role, 1.0), params)
+
+
+def recount(opt_state: optax.OptState, updates: jax.Array) -> tuple[optax.OptState, jax.Array]:
+  """See `Optimizer.recount`: of states with a field `steps` or `count`, as ours and optax's have.
+
+  A wrong count would turn bias corrections over.
+  """
+  off = [jnp.zeros((), jnp.float32)]
+
+  def mended(state: Any) -> Any:
+    name = _counter(state)
+    if name is None:
+      return state
+    count = getattr(state, name)
+    off.append(jnp.max(jnp.abs(count - updates)).astype(jnp.float32))
+    return state._replace(**{name: jnp.broadcast_to(updates, count.shape).astype(count.dtype)})
+
+  opt_state = jax.tree.map(mended, opt_state, is_leaf=lambda s: _counter(s) is not None)
+  return opt_state, jnp.max(jnp.stack(off))
+
+
+def _counter(state: Any) -> str | None:
+  """The field of a state that counts updates; None if it has none."""
+  fields = getattr(state, "_fields", ())
+  return next((name for name in ("steps", "count") if name in fields), None)
+
+
+def state_of(kind: type, opt_state: optax.OptState) -> Any:
+  """The one state of a kind in the state of an optimizer."""
+  is_it = lambda state: isinstance(state, kind)
+  (found,) = filter(is_it, jax.tree.leaves(opt_state, is_leaf=is_it))
+  return found
+
+
+def with_state(new: Any, opt_state: optax.OptState) -> optax.OptState:
+  """The state of an optimizer with `new` in place of the one of its kind."""
+  is_it = lambda state: isinstance(state, type(new))
+  return jax.tree.map(lambda s: new if is_it(s) else s, opt_state, is_leaf=is_it)
+
+
+def check_elements(
+  kind: type,
+  fields: tuple[str, ...],
+  is_wrong: Callable[[Any, jax.Array], Any],
+  before: optax.OptState,
+  directions: Any,
+  after: optax.OptState,
+  armed: jax.Array,
+  spread: Callable[[Param], jax.Array] | None = None,
+) -> Checked:
+  """An `Optimizer.check` of the state of one link.
+
+  The state is asked as it was before the update, which XLA has at hand in the pass that makes it:
+  asked of the one after it, the answers to bfloat16 moments are written out first (seen on an H200,
+  jax 0.11.2).
+
+  Args:
+    kind: of the state.
+    fields: its trees like the parameters; `optax.MaskedNode` stands for those of other links.
+    is_wrong: `(state, zero) -> wrong`: which elements no gradients can have led to, of each
+      parameter. `zero` is a 0 behind a barrier: XLA would read zeros that something else has in
+      memory, and tie both together.
+    before: see `Optimizer.check`, as all that follow.
+    directions: of all parameters.
+    after: the state after the update.
+    armed: whether to act.
+    spread: which elements of a direction are wrong where some of the state are; None = those.
+  """
+  zero = jax.lax.optimization_barrier(jnp.zeros((), jnp.float32))
+  wrong = is_wrong(state_of(kind, before), zero)
+  is_of_other = lambda x: isinstance(x, optax.MaskedNode)
+  anew = lambda x, w: x if is_of_other(w) else jnp.where(w & armed, zero.astype(x.dtype), x)
+  mark = lambda d, w: d if is_of_other(w) else jnp.where(w, jnp.nan, d)
+  of_directions = per_param(spread, wrong) if spread else wrong
+  new = state_of(kind, after)
+  mended = {name: jax.tree.map(anew, getattr(new, name), wrong) for name in fields}
+  return Checked(
+    jax.tree.map(anew, directions, of_directions),
+    with_state(new._replace(**mended), after),
+    jax.tree.map(mark, directions, of_directions),
+  )
 
 
 def clipping(cfg: Config, platform: str) -> tuple[optax.GradientTransformationExtraArgs, ...]:
@@ -115,11 +229,15 @@ def clipping(cfg: Config, platform: str) -> tuple[optax.GradientTransformationEx
 
 
 def decoupled_decay(cfg: Config) -> tuple[optax.GradientTransformationExtraArgs, ...]:
-  """The link that adds decay to directions as `optimizer.weight_decay` says; none if it is 0."""
+  """The last links of a chain: decay and learning rates by role, as the settings say.
+
+  Decay is added to directions, and then these are multiplied by the rates of `rate_by_role`, so a
+  parameter that moves more slowly decays more slowly.
+  """
   o = cfg.optimizer
-  if not o.weight_decay:
-    return ()
-  return (add_decayed_weights(o.weight_decay, embeddings=o.decay_embeddings),)
+  decay = (add_decayed_weights(cfg),) if o.weight_decay or o.decay_by_role else ()
+  rates = (scale_by_role(cfg),) if o.rate_by_role else ()
+  return (*decay, *rates)
 
 
 def clip_by_norm(max_norm: float, platform: str) -> optax.GradientTransformationExtraArgs:
@@ -140,21 +258,28 @@ def clip_by_norm(max_norm: float, platform: str) -> optax.GradientTransformation
   return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
 
 
-def add_decayed_weights(
-  weight_decay: float, *, embeddings: bool
-) -> optax.GradientTransformationExtraArgs:
-  """As `optax.add_decayed_weights`; `update` also takes a `decay_scale` that multiplies the decay.
+def add_decayed_weights(cfg: Config) -> optax.GradientTransformationExtraArgs:
+  """As `optax.add_decayed_weights` with `decay_rates`.
 
-  Args:
-    weight_decay: of the parameters that `decays` says.
-    embeddings: see there.
+  `update` also takes a `decay_scale` that multiplies the decay.
   """
 
   def update(updates, state, params=None, *, decay_scale: jax.Array | float = 1.0, **_):
-    decay = jnp.asarray(weight_decay, jnp.float32) * decay_scale
-    one = lambda u, p, decays: u + decay.astype(p.dtype) * p if decays else u
-    mask = decay_mask(params, embeddings=embeddings)
-    return jax.tree.map(one, updates, params, mask), state
+    def one(u: jax.Array, p: jax.Array, rate: float) -> jax.Array:
+      decay = jnp.asarray(rate, jnp.float32) * decay_scale
+      return u + decay.astype(p.dtype) * p if rate else u
+
+    return jax.tree.map(one, updates, params, decay_rates(cfg, params)), state
+
+  return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+
+
+def scale_by_role(cfg: Config) -> optax.GradientTransformationExtraArgs:
+  """Multiply directions by `relative_rates`."""
+
+  def update(updates, state, params=None, **_):
+    one = lambda u, rate: u if rate == 1.0 else rate * u
+    return jax.tree.map(one, updates, relative_rates(cfg, params)), state
 
   return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
 

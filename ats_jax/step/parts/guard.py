@@ -46,6 +46,7 @@ class Guard(Part):
     squares_T = tensors.squares(grads)
     wanted = lr * control.lr_scale
     verdict = judge(reflex, control, loss, squares_T, wanted)
+    rate = wanted * verdict.rate_scale
     grads = seam(tensors.scaled(grads, verdict.grad_scale), platform)
     used_T = jax.lax.optimization_barrier(jnp.square(verdict.grad_scale) * squares_T)
     miscounted = jnp.zeros(())
@@ -59,6 +60,7 @@ class Guard(Part):
         params,
         grad_norm=jnp.sqrt(jnp.sum(used_T)),
         decay_scale=control.decay_scale,
+        learning_rate=rate,
       ),
       platform,
     )
@@ -69,7 +71,6 @@ class Guard(Part):
     moved_T, sums_T = tensors.squares_and_checksums(marked, params, platform)
     is_marked_T = ~jnp.isfinite(moved_T)
     wrong_T = (reflex.knows & (sums_T != reflex.written)) | (is_marked_T & verdict.finite)
-    rate = wanted * verdict.rate_scale
     moved = seam(move(params, directions, rate), platform)
     take = functools.partial(jnp.where, verdict.accept)
     moved, new_state = jax.tree.map(take, (moved, new_state), (params, opt_state))

@@ -123,7 +123,7 @@ def test_rules_that_join_settings():
       "checkpoint.every_steps=400 of num_steps=400 leave nothing to roll back to",
     ),
     ({"optimizer.ema_decay": 1.0}, "optimizer.ema_decay=1 keeps the first weights"),
-    ({"optimizer.b1": 1.0}, "optimizer.b1=1 never takes a gradient in"),
+    ({"optimizer.b1": 1.0}, "optimizer.b1: a decay of 1 never takes a gradient in"),
     ({"optimizer.eps": 0.0}, "optimizer.eps=0 divides 0 by 0"),
     (
       {"log.writers": ("console", "xml")},

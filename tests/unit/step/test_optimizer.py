@@ -11,7 +11,7 @@ from ats_jax.model.param import Param, Role
 from ats_jax.ops.registry import XLA
 from ats_jax.step.optimizers import build_optimizer
 from ats_jax.step.optimizers.adamw import fused_adamw, scale_by_adam
-from ats_jax.step.optimizers.base import clip_by_norm, decay_mask
+from ats_jax.step.optimizers.base import clip_by_norm, decay_rates
 from ats_jax.step.tensors import norm
 
 # Both compute in float32 and differ in the order of a few operations.
@@ -125,9 +125,15 @@ def test_the_fused_update_follows_the_chain(params, mesh, clip, moments, decay):
 
 @pytest.mark.parametrize(("embeddings", "tied"), [(False, True), (True, False)])
 def test_only_matrices_decay(mesh, embeddings, tied):
-  cfg = tiny_config({"model.qk_norm": True, "model.tie_embeddings": tied})
+  cfg = tiny_config(
+    {
+      "model.qk_norm": True,
+      "model.tie_embeddings": tied,
+      "optimizer.decay_embeddings": embeddings,
+    }
+  )
   model = jax.eval_shape(lambda: make_decoder(cfg))
-  mask = named_leaves(decay_mask(model, embeddings=embeddings))
+  mask = named_leaves(decay_rates(cfg, model))
   kept = {
     f".segments[0].layers[0].{n}" for n in ("attn.q_norm", "attn.k_norm", "attn_norm", "mlp_norm")
   }

@@ -15,7 +15,7 @@ from helpers import counting_rows, micro_batches
 from ats_jax.model.param import trainable
 from ats_jax.step import tensors
 from ats_jax.step.optimizers import build_optimizer
-from ats_jax.step.optimizers.base import decay_mask
+from ats_jax.step.optimizers.base import decay_rates
 from ats_jax.step.reflex import BUCKET_REFILL, CLIP_SIGMAS, Tracker
 from ats_jax.step.schedule import learning_rate
 from lab.faults.inject import Fault, with_faults
@@ -243,8 +243,8 @@ def test_weight_decay_is_multiplied_and_only_where_there_is_any(mesh):
 
   rates, models, moments = zip(*map(moved, (0.0, 1.0, 3.0)), strict=True)
   before = Run("act", HEALTHY).weights[0]
-  decays = jax.tree.leaves(decay_mask(before, embeddings=False))
-  decay = Run("act", 0).program.cfg.optimizer.weight_decay
+  cfg = Run("act", 0).program.cfg
+  decay, decays = cfg.optimizer.weight_decay, jax.tree.leaves(decay_rates(cfg, before))
   for decayed, old, never, once, thrice in zip(
     decays, *map(jax.tree.leaves, (before, *models)), strict=True
   ):

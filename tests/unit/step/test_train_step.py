@@ -16,7 +16,7 @@ from helpers import (
 )
 
 from ats_jax.step.objective import loss_sums
-from ats_jax.step.optimizers.base import decay_mask
+from ats_jax.step.optimizers.base import decay_rates
 from ats_jax.step.schedule import learning_rate
 
 RTOL = 2e-5  # float32; the same terms are summed in another order
@@ -54,7 +54,7 @@ def test_several_steps_equal_a_plain_optax_loop(mesh):
   model = jax.tree.map(jnp.copy, state.model)
   ema, rates = float64(model), []
   o = cfg.optimizer
-  decayed = lambda params: decay_mask(params, embeddings=False)
+  decayed = lambda params: jax.tree.map(bool, decay_rates(cfg, params))
   rate = lambda count: learning_rate(cfg, count)
   adamw = optax.adamw(rate, o.b1, o.b2, o.eps, weight_decay=o.weight_decay, mask=decayed)
   tx = optax.chain(optax.clip_by_global_norm(o.grad_clip), adamw)
