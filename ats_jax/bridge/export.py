@@ -138,7 +138,7 @@ def export(
       f"at step {chosen} mod.capacity still falls (mod.anneal_fraction). Export a later step."
     )
   theirs = DTYPES[WORDS[dtype] if dtype else _own_dtype(companions, cfg)]
-  part = "ema" if cfg.optimizer.ema_decay else ROOT
+  part = "ema" if cfg.optimizer.has_average else ROOT
   planned = match_weights(table, {n: p.shape for n, p in abstract_parts(cfg).items()})
   shards = _shards(planned, theirs, shard_bytes)
   unfinished = target.with_name(target.name + ".unfinished")

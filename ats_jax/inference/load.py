@@ -168,7 +168,7 @@ def load_run(folder: Path, step: str = "latest") -> Iterator[TrainedRun]:
     mesh = make_mesh(cfg)
     stack.enter_context(on_mesh(cfg, mesh))
     program = make_program(cfg)
-    part = "ema" if cfg.optimizer.ema_decay else "model"
+    part = "ema" if cfg.optimizer.has_average else "model"
     abstract = abstract_like(getattr(program.init(abstract=True), part), mesh)
     restored, model, extra = restore_tree(checkpoints, abstract, chosen, part, run, stacks(cfg))
     if extra.get(CHANGES, {}) != changes:

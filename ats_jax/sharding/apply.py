@@ -212,13 +212,14 @@ def map_shards(f: Callable, *args: jax.Array, out_like: Sequence[int | None]) ->
 def map_tensors(f: Callable[[jax.Array], jax.Array], x: jax.Array, num_stacked: int) -> jax.Array:
   """Run `f` on blocks of whole tensors of a stack, distributed over all devices.
 
-  There is one exchange there and one back, and none within `f`.
+  There is one exchange there and one back, and none within `f`; copies of `x` on several devices
+  are gathered behind the latter.
 
   Args:
     f: function of a local array [*stack, *tensor] that returns one of its shape and dtype.
     x: a stack, sharded in any way.
-    num_stacked: how many dimensions of `x` count tensors. Devices along an axis that divides none
-      of them get padding: the first dimension is filled up with zeros, unless it is sharded.
+    num_stacked: how many dimensions of `x` count tensors. Where a mesh axis divides none of them,
+      the first is filled up with zeros; if that is sharded, devices along the axis do the same.
 
   Returns:
     An array like `x`, sharded like it.
@@ -226,27 +227,35 @@ def map_tensors(f: Callable[[jax.Array], jax.Array], x: jax.Array, num_stacked: 
   mesh = jax.sharding.get_abstract_mesh()
   if _is_local(mesh):
     return f(x)
-  cut, sizes = jax.typeof(x).sharding.spec, {n: s for n, s in mesh.shape.items() if s > 1}
   names = lambda entry: () if entry is None else (entry,) if isinstance(entry, str) else entry
-  there = [[n for n in names(entry) if n in sizes] for entry in cut[:num_stacked]]
+  cut, sizes = jax.typeof(x).sharding.spec, {n: s for n, s in mesh.shape.items() if s > 1}
   length = list(x.shape[:num_stacked])
-  can_pad = bool(there) and not there[0]
-  ways = lambda dim: math.prod(sizes[n] for n in there[dim])
-  for name in (n for n in sizes if all(n not in of_dim for of_dim in there)):
-    divided = [d for d in range(num_stacked) if length[d] % (ways(d) * sizes[name]) == 0]
-    if divided or can_pad:
-      there[divided[0] if divided else 0].append(name)
-    if not divided and can_pad:
-      length[0] += -length[0] % ways(0)
-  rest = x.ndim - num_stacked
-  stacked = jax.P(*(tuple(of_dim) or None for of_dim in there), *[None] * rest)
-  padding = [(0, length[0] - x.shape[0]), *[(0, 0)] * (x.ndim - 1)] if num_stacked else []
-  is_padded = any(after for _, after in padding)
-  if is_padded:  # the padding of a dimension that is not sharded moves nothing
-    x = jnp.pad(x, padding)
-  (y,) = map_shards(lambda block: (f(block),), jax.reshard(x, stacked), out_like=(0,))
-  y = jax.reshard(y, cut)
-  return jax.lax.slice_in_dim(y, 0, length[0] - padding[0][1]) if is_padded else y
+  stack = [[n for n in names(entry) if n in sizes] for entry in cut[:num_stacked]]
+  can_pad = bool(stack) and not stack[0]
+  of_tensors = [n for entry in cut[num_stacked:] for n in names(entry) if n in sizes]
+  of_copies = [n for n in sizes if n not in of_tensors and all(n not in names for names in stack)]
+
+  def add(axes: Sequence[str]) -> jax.P:
+    """Shard the stack over further mesh axes, each along the first dimension that it divides."""
+    for axis in axes:
+      ways = [sizes[axis] * math.prod(sizes[n] for n in taken) for taken in stack]
+      fits = [d for d, (n, way) in enumerate(zip(length, ways, strict=True)) if n % way == 0]
+      if fits or can_pad:
+        stack[fits[0] if fits else 0].append(axis)
+      if can_pad and not fits:
+        length[0] += -length[0] % ways[0]
+    return jax.P(*(tuple(taken) or None for taken in stack), *[None] * (x.ndim - num_stacked))
+
+  # Axes that shard tensors first: theirs are the exchanges, of blocks that lie together.
+  exchanged, spread = add(of_tensors), add(of_copies)
+  missing = length[0] - x.shape[0] if num_stacked else 0
+  if missing:  # the padding of a dimension that is not sharded moves nothing
+    x = jnp.pad(x, [(0, missing), *[(0, 0)] * (x.ndim - 1)])
+  (y,) = map_shards(
+    lambda block: (f(block),), jax.reshard(jax.reshard(x, exchanged), spread), out_like=(0,)
+  )
+  y = jax.reshard(jax.reshard(y, exchanged), cut)
+  return jax.lax.slice_in_dim(y, 0, length[0] - missing) if missing else y
 
 
 def has_several_devices() -> bool:

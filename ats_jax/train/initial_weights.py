@@ -124,7 +124,7 @@ class InitialWeights:
         f"--init_from={self.folder}: its tokenizer is not the one of this run, so its weights "
         f"would read other tokens. Use its own, --config.data.tokenizer={file}."
       )
-    part = "ema" if source.optimizer.ema_decay else "model"
+    part = "ema" if source.optimizer.has_average else "model"
     stored = "float32" if part == "ema" else source.precision.param_dtype
     own = jnp.dtype(program.cfg.precision.param_dtype)
     like = lambda x: jax.ShapeDtypeStruct(

@@ -225,7 +225,7 @@ def _verify(folder: Path, source: paths.Path) -> bool:
   mesh = make_mesh(cfg)
   with on_mesh(cfg, mesh):
     program = make_program(cfg)
-    part = "ema" if cfg.optimizer.ema_decay else "model"
+    part = "ema" if cfg.optimizer.has_average else "model"
     abstract = abstract_like(getattr(program.init(abstract=True), part), mesh)
     step = int(asked) if asked.isdecimal() else asked
     checkpoints, run = source / workdir.CHECKPOINTS, workdir.load_identity(source)

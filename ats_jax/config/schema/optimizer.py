@@ -4,7 +4,7 @@ import dataclasses
 import difflib
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 from ats_jax.config.schema import rules
 from ats_jax.config.schema.schedule import SCHEDULES, Schedule
@@ -44,6 +44,9 @@ def check_averages(optimizer: "OptimizerConfig", *names: str) -> None:
 class OptimizerConfig:
   """What every optimizer has: a schedule of its rate, weight decay, a limit of gradients."""
 
+  # Whether all that is kept of a parameter are averages of gradients or of their squares.
+  edits_experts: ClassVar[bool] = True
+
   name: str = OPTIMIZERS.tag("adamw")
   learning_rate: float = setting(3e-4, "peak learning rate", low=0.0)
   schedule: Schedule = section(SCHEDULES, "cosine")
@@ -80,9 +83,18 @@ class OptimizerConfig:
     high=1.0,
   )
 
+  @property
+  def has_average(self) -> bool:
+    """Whether evaluation, generation and exports use other weights than those that are trained."""
+    return self.ema_decay > 0
+
   def check(self, cfg: Any) -> None:
-    """Refuse roles that there are not."""
-    del cfg
+    """Refuse roles that there are not, and surgery on experts that would spoil the state."""
+    if cfg.moe.spare_experts and not self.edits_experts:
+      raise ValueError(
+        f"moe.spare_experts={cfg.moe.spare_experts} with optimizer.name={self.name}: its state "
+        "does not follow experts that are split or merged. Set moe.spare_experts=0, or use adamw."
+      )
     for field in dataclasses.fields(self):
       if field.name.endswith("_by_role"):
         check_roles(f"optimizer.{field.name}", getattr(self, field.name))
@@ -164,7 +176,7 @@ class ForMatrices(WithAdam):
   )
 
   def check(self, cfg: Any) -> None:
-    """Refuse roles that there are not."""
+    """Refuse roles that there are not, among matrices too."""
     super().check(cfg)
     check_roles("optimizer.matrix_roles", self.matrix_roles)
 
@@ -222,3 +234,110 @@ class MuonH(Orthogonalised):
   """Muon by which matrices keep their norm; the learning rate of theirs is relative to it."""
 
   name: str = OPTIMIZERS.tag("muonh")
+
+
+@OPTIMIZERS.of_part("ats_jax.step.optimizers.lion:lion")
+@dataclasses.dataclass(frozen=True)
+class Lion(OptimizerConfig):
+  """Lion (Chen et al. 2023, arXiv:2302.06675); rates are 3 to 10 times smaller than AdamW's."""
+
+  name: str = OPTIMIZERS.tag("lion")
+  b1: float = setting(
+    0.9, "share of the average in the sum whose sign is the direction", low=0.0, high=1.0
+  )
+  b2: float = setting(0.99, "decay of the average of gradients", low=0.0, high=1.0)
+  b1_by_role: Table[float] = setting(Table(), "b1 of parameters of a role", low=0.0, high=1.0)
+  b2_by_role: Table[float] = setting(Table(), "b2 of parameters of a role", low=0.0, high=1.0)
+  mu_dtype: str = setting("float32", "format of the average", choices=("float32", "bfloat16"))
+
+  def check(self, cfg: Any) -> None:
+    """Refuse an average that never takes a gradient in."""
+    super().check(cfg)
+    check_averages(self, "b2", "b2_by_role")
+
+  def formats(self) -> dict[str, str]:
+    """The dtype of the average."""
+    return {"mu": self.mu_dtype}
+
+
+@OPTIMIZERS.of_part("ats_jax.step.optimizers.schedule_free:schedule_free")
+@dataclasses.dataclass(frozen=True)
+class ScheduleFree(OptimizerConfig):
+  """Schedule-Free AdamW (Defazio et al. 2024, arXiv:2405.15682), with a constant rate."""
+
+  edits_experts: ClassVar[bool] = False
+
+  name: str = OPTIMIZERS.tag("schedule_free")
+  b1: float = setting(
+    0.9,
+    "share of the averaged weights in those that gradients are taken at",
+    low=0.01,
+    high=1.0,
+  )
+  b2: float = setting(0.95, "decay of the second moment", low=0.0, high=1.0)
+  b2_by_role: Table[float] = setting(Table(), "b2 of parameters of a role", low=0.0, high=1.0)
+  eps: float = setting(1e-8, "added to the root of the second moment", low=0.0)
+  weight_power: float = setting(
+    2.0, "weights of a step count in the average as their rate to this power", low=0.0
+  )
+
+  @property
+  def has_average(self) -> bool:
+    """The averaged weights are those to use."""
+    return True
+
+  def check(self, cfg: Any) -> None:
+    """Refuse a schedule, a second average, and weights that are too coarse for an average."""
+    super().check(cfg)
+    check_averages(self, "b1", "b2", "b2_by_role")
+    rule = "optimizer.name=schedule_free averages weights in place of a schedule"
+    if self.schedule.name != "constant":
+      raise ValueError(
+        f"{rule}, and optimizer.schedule={self.schedule.name}. Set optimizer.schedule=constant."
+      )
+    if self.ema_decay:
+      raise ValueError(f"{rule}: optimizer.ema_decay={self.ema_decay} would be a second average.")
+    if cfg.precision.param_dtype != "float32":
+      raise ValueError(
+        f"{rule}, which precision.param_dtype={cfg.precision.param_dtype} would round away. "
+        "Set precision.param_dtype=float32."
+      )
+
+
+@OPTIMIZERS.of_part("ats_jax.step.optimizers.adafactor:adafactor")
+@dataclasses.dataclass(frozen=True)
+class Adafactor(OptimizerConfig):
+  """Adafactor (Shazeer & Stern 2018, arXiv:1804.04235): sums of rows and columns of squares."""
+
+  name: str = OPTIMIZERS.tag("adafactor")
+  decay_power: float = setting(
+    0.8, "the second moment's decay at step t is 1 - t^-decay_power", low=0.0, high=1.0
+  )
+  eps: float = setting(1e-30, "added to squares of gradients", low=0.0)
+  clip_rms: float = setting(
+    1.0, "an update of a tensor is scaled to this root mean square if above; 0 = off", low=0.0
+  )
+  scale_by_size: bool = setting(
+    False, "multiply updates of a tensor with its root mean square, but at least 1e-3"
+  )
+  momentum: float = setting(0.0, "decay of an average of updates; 0 = none", low=0.0, high=1.0)
+  least_factored: int = setting(
+    128, "tensors whose second longest side is shorter keep all squares", low=1
+  )
+
+  def check(self, cfg: Any) -> None:
+    """Refuse an average that never takes an update in."""
+    super().check(cfg)
+    check_averages(self, "momentum")
+
+
+@OPTIMIZERS.of_part("ats_jax.step.optimizers.from_optax:from_optax")
+@dataclasses.dataclass(frozen=True)
+class FromOptax(OptimizerConfig):
+  """An optimizer or transformation of optax, or one of yours in a module."""
+
+  name: str = OPTIMIZERS.tag("optax")
+  factory: str = setting(
+    "optax.adam", "what makes it, e.g. optax.contrib.ademamix or my_module.my_chain"
+  )
+  arguments: Table[float] = setting(Table(), "its arguments, e.g. b1=0.8,b2=0.99")

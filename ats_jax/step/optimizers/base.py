@@ -1,6 +1,7 @@
 """What all optimizers share: clip, decay by role, the move, and what they keep of a parameter."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import optax
 from flax import nnx
 
 from ats_jax.config.schema import Config
+from ats_jax.config.schema.optimizer import ROLES
 from ats_jax.model.param import Param, Role, per_param
 from ats_jax.step import tensors
 
@@ -74,6 +76,8 @@ class Optimizer:
     squares: names of the fields of its state that hold averages of squares. They are never
       negative, and must not be 0 in a row that is reset late in a run. All other fields are
       averages of gradients, which are reset to 0.
+    average: `(params, opt_state) -> params`: the weights for evaluation, generation and exports, if
+      `OptimizerConfig.has_average`; None = those that are trained.
   """
 
   tx: optax.GradientTransformationExtraArgs
@@ -83,6 +87,7 @@ class Optimizer:
   check: Check | None = None
   refit: Callable[[optax.OptState], optax.OptState] | None = None
   squares: frozenset[str] = frozenset()
+  average: Callable[[Any, optax.OptState], Any] | None = None
 
   def update(self, params: Any, grads: Any, opt_state: optax.OptState, lr: jax.Array) -> Moved:
     """Move parameters by a learning rate, in one pass if there is one."""
@@ -114,6 +119,66 @@ def role_name(param: Param) -> str:
 def by_role(table: Mapping[str, float], usual: float) -> PerParam:
   """A hyperparameter that a setting such as `optimizer.b1_by_role` gives, or else `usual`."""
   return (lambda param: table.get(role_name(param), usual)) if table else usual
+
+
+def per_group(
+  make: Callable[..., optax.GradientTransformation], *values: tuple[Mapping[str, float], float]
+) -> optax.GradientTransformation:
+  """A transformation with hyperparameters by role, of one that has the same for all parameters.
+
+  Args:
+    make: hyperparameters to a transformation.
+    values: of each, a setting such as `optimizer.b1_by_role`, and what it is otherwise.
+  """
+  if not any(table for table, _ in values):
+    return make(*(usual for _, usual in values))
+  of_role = lambda role: tuple(table.get(role, usual) for table, usual in values)
+  links = {str(group): make(*group) for group in map(of_role, ROLES)}
+  return optax.partition(links, functools.partial(per_param, lambda p: str(of_role(role_name(p)))))
+
+
+def per_tensor(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+  """A transformation that treats each tensor by itself, for each layer and expert of a stack.
+
+  The state has the fields of that of `tx`, each a tree like the parameters: whole numbers are the
+  same for all tensors of a stack, of arrays there is one for each.
+  """
+
+  def axes_of(state: Any) -> Any:
+    return jax.tree.map(lambda x: None if jnp.issubdtype(x.dtype, jnp.integer) else 0, state)
+
+  def stacked(params: Any) -> list[int]:
+    return jax.tree.leaves(per_param(lambda param: param.num_stacked, params))
+
+  def init_one(param: jax.Array, num_stacked: int) -> Any:
+    make, tensor = tx.init, jax.ShapeDtypeStruct(param.shape[num_stacked:], param.dtype)
+    axes = axes_of(jax.eval_shape(tx.init, tensor))
+    for _ in range(num_stacked):
+      make = jax.vmap(make, out_axes=axes)
+    return make(param)
+
+  def init(params):
+    leaves, outer = jax.tree.flatten(params)
+    states = [init_one(*of_leaf) for of_leaf in zip(leaves, stacked(params), strict=True)]
+    return jax.tree.transpose(outer, jax.tree.structure(states[0]), outer.unflatten(states))
+
+  def update_one(grad: jax.Array, state: Any, param: jax.Array, num_stacked: int) -> Any:
+    make, axes = tx.update, axes_of(state)
+    for _ in range(num_stacked):
+      make = jax.vmap(make, in_axes=(0, axes, 0), out_axes=(0, axes))
+    return make(grad, state, param)
+
+  def update(updates, state, params=None):
+    assert params is not None
+    (*grads,), outer = jax.tree.flatten(updates)
+    inner = jax.tree.structure(jax.eval_shape(tx.init, grads[0]))
+    states = outer.flatten_up_to(jax.tree.transpose(inner, outer, state))
+    each_one = zip(grads, states, jax.tree.leaves(params), stacked(updates), strict=True)
+    done = [update_one(*of_leaf) for of_leaf in each_one]
+    directions = outer.unflatten([direction for direction, _ in done])
+    return directions, jax.tree.transpose(outer, inner, outer.unflatten([s for _, s in done]))
+
+  return optax.GradientTransformation(init, update)
 
 
 def each(value: PerParam, tree: Any) -> Any:
@@ -152,9 +217,10 @@ def recount(opt_state: optax.OptState, updates: jax.Array) -> tuple[optax.OptSta
     name = _counter(state)
     if name is None:
       return state
-    count = getattr(state, name)
-    off.append(jnp.max(jnp.abs(count - updates)).astype(jnp.float32))
-    return state._replace(**{name: jnp.broadcast_to(updates, count.shape).astype(count.dtype)})
+    counts = getattr(state, name)
+    off.extend(jnp.abs(count - updates).astype(jnp.float32) for count in jax.tree.leaves(counts))
+    right = jax.tree.map(lambda count: updates.astype(count.dtype), counts)
+    return state._replace(**{name: right})
 
   opt_state = jax.tree.map(mended, opt_state, is_leaf=lambda s: _counter(s) is not None)
   return opt_state, jnp.max(jnp.stack(off))

@@ -42,6 +42,10 @@ def parts_of(cfg: Config, optimizer: Optimizer) -> "tuple[Part, ...]":
     from ats_jax.step.parts.ema import Ema
 
     parts.append(Ema(cfg.optimizer.ema_decay))
+  elif optimizer.average is not None:
+    from ats_jax.step.parts.ema import Averaged
+
+    parts.append(Averaged(optimizer))
   if with_reflex:  # behind all that it takes back
     from ats_jax.step.parts.guard import Guard
 

@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights (`optimizer.ema_decay`)."""
+"""Averages of the weights, for evaluation and generation."""
 
 import dataclasses
 from typing import override
@@ -6,13 +6,15 @@ from typing import override
 import jax
 import jax.numpy as jnp
 
+from ats_jax.model.param import merge, trainable
 from ats_jax.step.core import Part, UpdateResult
+from ats_jax.step.optimizers.base import Optimizer
 from ats_jax.step.state import TrainState
 
 
 @dataclasses.dataclass(frozen=True)
 class Ema(Part):
-  """Keeps the average, buffers included, which evaluation and generation use.
+  """Keeps an exponential moving average, buffers included (`optimizer.ema_decay`).
 
   Attributes:
     decay: weight of the average so far.
@@ -31,3 +33,25 @@ class Ema(Part):
     del result
     follow = lambda e, p: e + (1.0 - self.decay) * (p.astype(e.dtype) - e)
     return dataclasses.replace(state, ema=jax.tree.map(follow, state.ema, state.model))
+
+
+@dataclasses.dataclass(frozen=True)
+class Averaged(Part):
+  """Keeps the weights that the optimizer says are to be used; buffers are those of training.
+
+  Attributes:
+    optimizer: which has an `average`.
+  """
+
+  optimizer: Optimizer
+
+  @override
+  def init(self, state: TrainState) -> TrainState:
+    return dataclasses.replace(state, ema=jax.tree.map(jnp.copy, state.model))
+
+  @override
+  def after(self, result: UpdateResult, state: TrainState) -> TrainState:
+    del result
+    assert self.optimizer.average is not None
+    weights = self.optimizer.average(trainable(state.model), state.opt_state)
+    return dataclasses.replace(state, ema=merge(weights, state.model))

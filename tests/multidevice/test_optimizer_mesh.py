@@ -1,0 +1,74 @@
+"""Updates of every optimizer on a mesh: those of one device, and what devices exchange for them."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from equality import CFG, KINDS, mesh_of
+from helpers import named_leaves, tiny_config
+
+from ats_jax.model.param import trainable
+from ats_jax.sharding.mesh import on_mesh
+from ats_jax.step.program import make_program
+
+OPTIMIZERS = {
+  "adamw": {},
+  "lion": {},
+  "adafactor": {"optimizer.least_factored": 8},
+  "schedule_free": {"optimizer.schedule": "constant"},
+  "muon": {},
+  "muonh": {},
+}
+UPDATES, LR = 3, 1e-2
+
+
+def config(kind, name, sizes):
+  of_muon = {"optimizer.iteration_dtype": "float32", "optimizer.iterations": 2}
+  more = OPTIMIZERS[name] | (of_muon if "muon" in name else {})
+  common = {key: value for key, value in CFG.items() if key != "optimizer.eps"}
+  of_mesh = {f"mesh.{axis}": size for axis, size in sizes.items()}
+  three = {"model.num_layers": 3}  # which 2 does not divide
+  of_optimizer = {"optimizer.name": name, **more}
+  return tiny_config(common | KINDS[kind] | of_mesh | of_optimizer | three)
+
+
+def updates(kind, name, axes):
+  """Parameters after some updates by the same gradients, and the compiled update."""
+  sizes = dict.fromkeys(axes, 2)
+  cfg, mesh = config(kind, name, sizes), mesh_of(sizes)
+  with on_mesh(cfg, mesh):
+    program = make_program(cfg)
+    state = program.init()
+    params = trainable(state.model)
+
+    def gradients(seed):
+      rng, (leaves, tree) = np.random.default_rng(seed), jax.tree.flatten(params)
+      draw = lambda p: jax.device_put(rng.normal(size=p.shape).astype(np.float32), p.sharding)
+      return tree.unflatten([draw(p) for p in leaves])
+
+    update = jax.jit(lambda p, g, s: program.optimizer.update(p, g, s, jnp.float32(LR))[:2])
+    compiled = update.lower(params, gradients(0), state.opt_state).compile()
+    opt_state = state.opt_state
+    for seed in range(UPDATES):
+      params, opt_state = compiled(params, gradients(seed), opt_state)
+    return {n: np.asarray(v) for n, v in named_leaves(params).items()}, compiled
+
+
+@pytest.mark.parametrize(
+  "name", [pytest.param(n, marks=() if n == "muon" else pytest.mark.mesh) for n in OPTIMIZERS]
+)
+def test_a_mesh_updates_as_one_device_does(name):
+  many, _ = updates("hybrid", name, ("fsdp", "expert", "tensor"))
+  one, _ = updates("hybrid", name, ())
+  assert many.keys() == one.keys()
+  for key, value in one.items():
+    np.testing.assert_allclose(many[key], value, rtol=1e-4, atol=2e-6, err_msg=key)
+
+
+def test_matrices_are_exchanged_once_there_and_once_back():
+  _, compiled = updates("dense", "muon", ("fsdp", "data"))
+  text = compiled.as_text()
+  stacks = 7  # q, k, v, out, gate, up, down
+  assert len(re.findall(r" all-to-all(?:-start)?\(", text)) == 2 * stacks
