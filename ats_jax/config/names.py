@@ -154,8 +154,8 @@ def as_value(value: Any) -> Any:
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any, bool]]:
   """Compare two flat configs: `{name: (old, new, may_change)}` for each setting that differs.
 
-  A setting that one side lacks (written by another version) counts as its default; one that its
-  kind of section does not have is None.
+  A setting that one side lacks (written by another version) counts as its default. One that its
+  kind of section does not have is None, and left out if the other kind has it at its default.
   """
   fields = [settings(old), settings(new)]
   changed = {}
@@ -164,8 +164,9 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tup
       flat.get(name, default_of(name, of[name])) if name in of else None
       for flat, of in zip((old, new), fields, strict=True)
     )
-    if was != now:
-      field = fields[1].get(name) or fields[0][name]
+    field = fields[1].get(name) or fields[0][name]
+    is_of_one_kind = any(name not in of for of in fields)
+    if was != now and not (is_of_one_kind and default_of(name, field) in (was, now)):
       changed[name] = (was, now, field.metadata["resume"] == "free")
   return changed
 

@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+from ats_jax.config.names import flatten
 from ats_jax.config.schema import Config
 from ats_jax.config.validate import validate
 from ats_jax.metrics.memory import GIB
@@ -48,8 +49,9 @@ def memory_savings(cfg: Config, devices: int, plan: dict[str, Any]) -> list[Memo
   tries += [{"step.accum_steps": n * cfg.step.accum_steps} for n in (2, 4, 8)]
   if cfg.precision.param_dtype == "float32":
     tries.append({"precision.param_dtype": "bfloat16"})
-  if "float32" in cfg.optimizer.formats().values():
-    tries.append({f"optimizer.{name}_dtype": "bfloat16" for name in cfg.optimizer.formats()})
+  formats = {f"optimizer.{name}_dtype": dtype for name, dtype in cfg.optimizer.formats().items()}
+  if "float32" in formats.values() and formats.keys() <= flatten(cfg).keys():
+    tries.append(dict.fromkeys(formats, "bfloat16"))
   savings = []
   for settings in tries:
     try:

@@ -207,6 +207,10 @@ class Orthogonalised(ForMatrices):
     super().check(cfg)
     check_averages(self, "momentum", "momentum_by_role")
 
+  def formats(self) -> dict[str, str]:
+    """The dtypes of the average of matrices, and of the moments of other parameters."""
+    return dict.fromkeys(("momentum", "mu", "nu"), "float32")
+
 
 @OPTIMIZERS.of_part("ats_jax.step.optimizers.muon:muon")
 @dataclasses.dataclass(frozen=True)
@@ -286,6 +290,10 @@ class ScheduleFree(OptimizerConfig):
     """The averaged weights are those to use."""
     return True
 
+  def formats(self) -> dict[str, str]:
+    """The dtypes of the second moment, and of the paper's z."""
+    return {"nu": "float32", "z": "float32"}
+
   def check(self, cfg: Any) -> None:
     """Refuse a schedule, a second average, and weights that are too coarse for an average."""
     super().check(cfg)
@@ -329,6 +337,10 @@ class Adafactor(OptimizerConfig):
     """Refuse an average that never takes an update in."""
     super().check(cfg)
     check_averages(self, "momentum")
+
+  def formats(self) -> dict[str, str]:
+    """The dtype of the sums of squares."""
+    return {"v": "float32"}
 
 
 @OPTIMIZERS.of_part("ats_jax.step.optimizers.from_optax:from_optax")

@@ -20,6 +20,7 @@ from ats_jax.verbs import cli
 
 # What a kind cannot be without.
 NEEDED = {kind: {"model.rope_scaling.original_len": 64} for kind in ("llama3", "yarn")}
+NEEDED["schedule_free"] = {"optimizer.schedule": "constant"}
 EVERY = [(path, kind) for path, kinds in KINDS.items() for kind in kinds]
 YARN = {"model.rope_scaling.factor": 4.0, "model.rope_scaling.original_len": 64}
 
