@@ -33,7 +33,7 @@ BESIDE = {
   "random": {"data.sources": {"a": ("a.txt",), "b": ("b.txt",)}},
   "cudnn": {"precision.compute_dtype": "bfloat16"},
   "llama3": {"model.rope_scaling.original_len": 64},
-  "schedule_free": {"optimizer.schedule": "constant"},
+  "schedule_free": {"optimizer.schedule.name": "constant"},
   "yarn": {"model.rope_scaling.original_len": 64},
   "all": {"model.qk_norm": True},
   "phases": {"data.sources": {"a": ("a.txt",)}, "data.phases": (Phase(Table(a=1), steps=3),)},
