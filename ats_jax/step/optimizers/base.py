@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -294,14 +295,20 @@ def clipping(cfg: Config, platform: str) -> tuple[optax.GradientTransformationEx
   return (clip_by_norm(max_norm, platform),) if max_norm else ()
 
 
-def decoupled_decay(cfg: Config) -> tuple[optax.GradientTransformationExtraArgs, ...]:
+def decoupled_decay(
+  cfg: Config, applies: Callable[[Param], bool] = lambda param: True
+) -> tuple[optax.GradientTransformationExtraArgs, ...]:
   """The last links of a chain: decay and learning rates by role, as the settings say.
 
   Decay is added to directions, and then these are multiplied by the rates of `rate_by_role`, so a
   parameter that moves more slowly decays more slowly.
+
+  Args:
+    cfg: the resolved config.
+    applies: which parameters may decay at all.
   """
   o = cfg.optimizer
-  decay = (add_decayed_weights(cfg),) if o.weight_decay or o.decay_by_role else ()
+  decay = (add_decayed_weights(cfg, applies),) if o.weight_decay or o.decay_by_role else ()
   rates = (scale_by_role(cfg),) if o.rate_by_role else ()
   return (*decay, *rates)
 
@@ -324,8 +331,10 @@ def clip_by_norm(max_norm: float, platform: str) -> optax.GradientTransformation
   return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
 
 
-def add_decayed_weights(cfg: Config) -> optax.GradientTransformationExtraArgs:
-  """As `optax.add_decayed_weights` with `decay_rates`.
+def add_decayed_weights(
+  cfg: Config, applies: Callable[[Param], bool]
+) -> optax.GradientTransformationExtraArgs:
+  """As `optax.add_decayed_weights` with the `decay_rates` of the parameters that it applies to.
 
   `update` also takes a `decay_scale` that multiplies the decay.
   """
@@ -335,7 +344,8 @@ def add_decayed_weights(cfg: Config) -> optax.GradientTransformationExtraArgs:
       decay = jnp.asarray(rate, jnp.float32) * decay_scale
       return u + decay.astype(p.dtype) * p if rate else u
 
-    return jax.tree.map(one, updates, params, decay_rates(cfg, params)), state
+    rates = jax.tree.map(operator.mul, decay_rates(cfg, params), per_param(applies, params))
+    return jax.tree.map(one, updates, params, rates), state
 
   return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
 

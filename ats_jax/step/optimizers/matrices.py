@@ -29,6 +29,8 @@ def for_matrices(
   of_matrices: optax.GradientTransformation,
   check: Check | None = None,
   squares: frozenset[str] = frozenset(),
+  *,
+  decays: bool = True,
 ) -> Optimizer:
   """An optimizer with a transformation of its own for the matrices of `optimizer.matrix_roles`.
 
@@ -40,6 +42,7 @@ def for_matrices(
     of_matrices: gradients of matrices to directions.
     check: see `Optimizer.check`, of its state.
     squares: see `Optimizer.squares`, of its state.
+    decays: whether the matrices decay.
   """
   o = cfg.optimizer
   assert isinstance(o, ForMatrices)
@@ -48,9 +51,10 @@ def for_matrices(
   adam = scale_by_adam(b1, b2, o.eps, float32, float32)
   labels = functools.partial(per_param, lambda p: "matrices" if is_matrix(o, p) else "rest")
   parts = optax.partition({"matrices": of_matrices, "rest": adam}, labels)
+  decay = decoupled_decay(cfg, lambda param: decays or not is_matrix(o, param))
   checks = (functools.partial(check_moments, b1=b1, b2=b2), *([check] if check else []))
   return Optimizer(
-    optax.chain(*clipping(cfg, platform), parts, *decoupled_decay(cfg)),
+    optax.chain(*clipping(cfg, platform), parts, *decay),
     platform,
     recount=recount,
     check=functools.partial(_check_all, checks),

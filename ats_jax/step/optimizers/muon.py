@@ -60,7 +60,8 @@ def muonh(cfg: Config, platform: str, kernels: Kernels = XLA) -> Optimizer:
   o = cfg.optimizer
   assert isinstance(o, MuonH)
   tx = optax.chain(scale_by_muon(o), keep_norms(cfg))
-  return for_matrices(cfg, platform, tx, functools.partial(check_momentum, o.grad_clip))
+  check = functools.partial(check_momentum, o.grad_clip)
+  return for_matrices(cfg, platform, tx, check, decays=False)
 
 
 def scale_by_muon(settings: Muon | MuonH) -> optax.GradientTransformation:

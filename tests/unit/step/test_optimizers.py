@@ -259,6 +259,20 @@ def test_roles_have_rates_and_decays_of_their_own(name):
   np.testing.assert_allclose(moved(got, "wide"), moved(plain, "wide") + off, atol=1e-6)
 
 
+def test_matrices_of_muonh_keep_their_norm_and_the_rest_decays():
+  tables = {"rate_by_role": {"expert": 3.0}, "decay_by_role": {"matrix": 0.5, "norm": 0.5}}
+  changes = {f"optimizer.{name}": table for name, table in tables.items()}
+  got, _ = trained(config("muonh", changes), 20)
+  plain, _ = trained(config("muonh", {"optimizer.rate_by_role": {"expert": 3.0}}), 20)
+  for name, number in {"wide": 3, "out": 3, "experts": 12}.items():
+    norms = [
+      np.linalg.norm(getattr(few, name)[...].reshape(number, -1), axis=1) for few in (got, Few(0))
+    ]
+    np.testing.assert_allclose(*norms, rtol=1e-5)
+  np.testing.assert_array_equal(got.wide[...], plain.wide[...])
+  assert np.abs(np.asarray(got.norm[...])).sum() < np.abs(np.asarray(plain.norm[...])).sum()
+
+
 def test_roles_of_settings_are_those_of_parameters():
   assert set(ROLES) == {role.name.lower() for role in Role} - {"buffer"}
 
