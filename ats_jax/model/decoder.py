@@ -46,7 +46,7 @@ class Decoder(nnx.Module):
     model = cfg.model
     self.cfg, self.num = model, num
     self.layout, self.fp8 = segments_of(cfg), fp8_layers(cfg)
-    std = head_std(model) if model.tie_embeddings else model.init_std
+    std = head_std(model) if model.tie_embeddings else model.embed_std or model.init_std
     sizes = {"vocab": model.vocab_size, "embed": model.d_model}
     self.embed = Weight(sizes, role=Role.EMBEDDING, std=std, num=num, rngs=rngs)
     makes = [lambda r, kinds=s.kinds: SuperBlock(cfg, num, r, kinds) for s in self.layout]

@@ -250,6 +250,7 @@ def residual_std(cfg: ModelConfig) -> float:
 def head_std(cfg: ModelConfig) -> float:
   """The std of the output head: logits of a unit-RMS input stay within 0.25, so first loss = ln V.
 
-  The excess over ln V is half the logits' variance, at most 0.03 (our choice; no source).
+  The excess over ln V is half the logits' variance, at most 0.03 (our choice; no source). That is
+  what `model.head_std=0` stands for.
   """
-  return min(cfg.init_std, 0.25 / math.sqrt(cfg.d_model))
+  return cfg.head_std or min(cfg.init_std, 0.25 / math.sqrt(cfg.d_model))

@@ -5,12 +5,17 @@ from pathlib import Path
 
 from absl import flags
 
+from ats_jax import exits
+from ats_jax.config.text import text_of
+from ats_jax.config.width import settings_of_width
 from ats_jax.metrics.memory import GIB
 from ats_jax.planner import describe, expert_axis
+from ats_jax.planner.abstract import resolve_without_data
 from ats_jax.planner.advice import fit_lines, memory_lines
 from ats_jax.planner.budget import budget, parse_law, render_budget
 from ats_jax.planner.fit import fit
 from ats_jax.planner.hardware import TYPICAL, Hardware, typical
+from ats_jax.planner.widths import check_widths, render_slopes
 from ats_jax.verbs import cli
 
 PLAN = """parameters, FLOPs and memory of a config on a mesh of any size, from shapes alone
@@ -36,7 +41,17 @@ BUDGET = """how many tokens, epochs and hours, and what more of them would buy
 The budget is one of --tokens, --flops and --gpu_hours; without one it is what the config trains on.
 """
 
-PLAN_FLAGS, BUDGET_FLAGS = flags.FlagValues(), flags.FlagValues()
+WIDTHS = """settings for training a wide model at the learning rate of a narrow one, and their check
+
+  ats-jax plan widths --config=b1 --base_width=256
+  ats-jax plan widths --config=debug --base_width=64 --widths=64,128,256
+
+The first prints the settings (muP) for the width of the config, as flags. With --widths, small
+models are trained for some updates, and the change of their logits is compared; --base_width=0
+checks the settings as they are.
+"""
+
+PLAN_FLAGS, BUDGET_FLAGS, WIDTHS_FLAGS = (flags.FlagValues() for _ in range(3))
 _CONFIG = cli.ConfigFlag(PLAN_FLAGS)
 _JSON = flags.DEFINE_bool("json", False, "Print JSON.", flag_values=PLAN_FLAGS)
 _DEVICES = flags.DEFINE_integer(
@@ -80,6 +95,22 @@ _AMOUNTS = tuple(
 )
 _LAW = flags.DEFINE_string(
   "law", "besiroglu", "besiroglu, hoffmann, or numbers E,A,B,alpha,beta.", flag_values=BUDGET_FLAGS
+)
+
+
+_WIDTHS_CONFIG = cli.ConfigFlag(WIDTHS_FLAGS)
+_BASE = flags.DEFINE_integer(
+  "base_width",
+  0,
+  "model.d_model for which the config's learning rate and initialisation are; 0 = for any.",
+  lower_bound=0,
+  flag_values=WIDTHS_FLAGS,
+)
+_WIDTHS = flags.DEFINE_list(
+  "widths", [], "Values of model.d_model to train at and to compare.", flag_values=WIDTHS_FLAGS
+)
+_UPDATES = flags.DEFINE_integer(
+  "updates", 4, "Updates of each model.", lower_bound=1, flag_values=WIDTHS_FLAGS
 )
 
 
@@ -133,7 +164,33 @@ def main_budget(argv: list[str]) -> None:
   print(json.dumps(plan) if _BUDGET_JSON.value else render_budget(plan))
 
 
+def main_widths(argv: list[str]) -> int:
+  """Print the settings for a width, or check them."""
+  del argv
+  cfg, base = _WIDTHS_CONFIG.value, _BASE.value
+  if not _WIDTHS.value:
+    if not base:
+      raise ValueError(
+        "plan widths needs --base_width, or --widths to check the settings as they are."
+      )
+    found = settings_of_width(resolve_without_data(cfg), base)
+    print(*(f"--config.{name}={text_of(value)}" for name, value in found.items()), sep="\n")
+    return exits.DONE
+  widths = [_width(text) for text in _WIDTHS.value]
+  slopes = check_widths(cfg, widths, base, updates=_UPDATES.value)
+  print(render_slopes(widths, slopes))
+  return exits.DONE if all(row.verdict == "steady" for row in slopes) else exits.FAULT
+
+
+def _width(text: str) -> int:
+  try:
+    return int(text)
+  except ValueError:
+    raise ValueError(f"--widths={text}: expected whole numbers, as in 64,128,256.") from None
+
+
 COMMANDS = {
   "": cli.Command(main, PLAN_FLAGS, PLAN),
+  "widths": cli.Command(main_widths, WIDTHS_FLAGS, WIDTHS),
   "budget": cli.Command(main_budget, BUDGET_FLAGS, BUDGET),
 }

@@ -117,6 +117,16 @@ class ModelConfig:
     low=0.0,
     training=True,
   )
+  embed_std: float = setting(
+    0.0, "standard deviation of the embedding table; 0 = init_std", low=0.0, training=True
+  )
+  head_std: float = setting(
+    0.0,
+    "standard deviation of the output head, and of an embedding table that is the head too; 0 = "
+    "init_std, but at most 0.25 / sqrt(d_model)",
+    low=0.0,
+    training=True,
+  )
 
   @property
   def head_width(self) -> int:
