@@ -144,6 +144,16 @@ def load_config(workdir: Path) -> Config:
   return from_config_dict(_read_config(path))
 
 
+def stored_settings(workdir: Path) -> dict[str, Any]:
+  """The flat settings of the run in a folder, unchecked; {} if it holds none.
+
+  Raises:
+    ValueError: if its config cannot be read.
+  """
+  path = Path(workdir) / CONFIG
+  return flatten(_read_config(path)) if path.exists() else {}
+
+
 def load_identity(workdir: Path) -> RunIdentity:
   """Return which run a workdir holds.
 

@@ -32,6 +32,7 @@ from ats_jax.config.names import KINDS, all_settings
 from ats_jax.config.schema.setting import Kinds
 from ats_jax.config.text import parse
 from ats_jax.config.tree import dropped, updated
+from ats_jax.config.validate import check_given
 
 DEFAULT_CONFIG = "debug"
 PROGRAM = "ats-jax"
@@ -152,9 +153,11 @@ class ConfigFlag:
     """The run that was asked for.
 
     Raises:
-      ValueError: as `load_file`, `from_config_dict` and `load_extensions`.
+      ValueError: as `load_file`, `load_extensions` and `check_given`.
     """
-    return build(self.nested())
+    cfg = build(self.nested())
+    check_given(cfg, self.given())
+    return cfg
 
 
 def _values_of_file(name: str) -> dict[str, Any]:
