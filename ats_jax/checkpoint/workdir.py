@@ -19,6 +19,7 @@ from ats_jax.config.names import differences, flatten, to_dict
 from ats_jax.config.schema import Config
 from ats_jax.store import lease, paths, shared_folder
 from ats_jax.store.paths import Path
+from ats_jax.store.secrets import masked_values
 
 # Files and folders of a workdir.
 CONFIG = "config.json"
@@ -185,9 +186,11 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _write_config(path: Path, cfg: Config) -> None:
-  write_json(path, {"format": FORMAT, **to_dict(cfg)})
+  # With the credentials in addresses of text, which a resume needs.
+  values = {"format": FORMAT, **to_dict(cfg)}
+  write_json(path, values, is_private=masked_values(values) != values)
 
 
-def write_json(path: Path, value: Any) -> None:
-  """Replace `path` by a value, in one step."""
-  paths.write(path, json.dumps(value, indent=2) + "\n")
+def write_json(path: Path, value: Any, *, is_private: bool = False) -> None:
+  """Replace `path` by a value, in one step; a private file is for its owner alone."""
+  paths.write(path, json.dumps(value, indent=2) + "\n", is_private=is_private)
