@@ -67,9 +67,7 @@ def _version(package: str) -> str | None:
 def public_variables(
   environ: Mapping[str, str], wanted: re.Pattern[str] = _VARIABLES
 ) -> dict[str, str]:
-  """Variables whose names begin with `wanted`, without those that look like secrets; credentials
-  in addresses are masked.
-  """
+  """Variables whose names begin with `wanted`, without secrets, by their names or in addresses."""
   return {
     name: masked(value)
     for name, value in sorted(environ.items())

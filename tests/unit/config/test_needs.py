@@ -1,7 +1,10 @@
 """Settings that do nothing without another one: refused, or reset where a flag turns that off."""
 
+import re
+
 import pytest
 from absl.flags import FlagValues
+from commands import called
 from helpers import enabling
 from hypothesis import given
 from hypothesis import strategies as st
@@ -117,6 +120,20 @@ def test_the_flags_that_a_run_was_begun_with_go_on_with_it():
   check_given(cfg, ["data.bpe_vocab_size"], lambda: {"data.bpe_vocab_size": 500})
   with pytest.raises(ValueError, match=r"^data.bpe_vocab_size=500 does nothing with"):
     check_given(cfg, ["data.bpe_vocab_size"], lambda: {"data.bpe_vocab_size": 2048})
+
+
+def test_a_file_and_a_run_that_goes_on_may_have_what_a_new_flag_may_not(tmp_path):
+  file, run = tmp_path / "own.py", tmp_path / "run"
+  file.write_text(
+    "from ats_jax.config import base_config\n\ndef get_config():\n  config = base_config()\n"
+    "  config.data.tokenizer, config.data.bpe_vocab_size = 'bytes', 500\n  return config\n"
+  )
+  flags = [f"--config={file}", f"--workdir={run}", f"--config.data.paths={tmp_path}/none.txt"]
+  no_text = "none.txt' does not exist"
+  vain = r"data.bpe_vocab_size=\d+ does nothing with data.tokenizer=bytes"
+  for sizes, message in ((), no_text), ((600,), vain), ((500,), no_text), ((), no_text):
+    own = [f"--config.data.bpe_vocab_size={size}" for size in sizes]
+    assert re.search(message, called("train", *flags, *own).error()), sizes
 
 
 @pytest.mark.parametrize(
