@@ -63,16 +63,19 @@ def default_workdir(config: str) -> str:
   return f"runs/{name}"
 
 
-def asked_for() -> tuple[Config, paths.Path]:
-  """The run that the flags ask for, and its workdir.
+def asked_for() -> Config:
+  """The run that the flags ask for.
 
   Raises:
     ValueError: as `ConfigFlag.value`, but for what the run in the workdir was begun with.
   """
   cfg = build(CONFIG.nested())
-  folder = paths.parse(_WORKDIR.value or default_workdir(CONFIG.file))
-  check_given(cfg, CONFIG.given(), lambda: workdir.stored_settings(folder))
-  return cfg, folder
+  check_given(cfg, CONFIG.given(), lambda: workdir.stored_settings(_folder()))
+  return cfg
+
+
+def _folder() -> paths.Path:
+  return paths.parse(_WORKDIR.value or default_workdir(CONFIG.file))
 
 
 def main(argv: list[str]) -> int:
@@ -85,7 +88,7 @@ def main(argv: list[str]) -> int:
       load(extensions_of(CONFIG.nested()))  # they may bring settings
     print(explain(_EXPLAIN.value))
     return exits.DONE
-  cfg, folder = asked_for()
+  cfg, folder = asked_for(), _folder()
   if FLAGS["init_step"].present and not _INIT_FROM.value:
     raise ValueError("--init_step says which checkpoint of --init_from; that is missing.")
   if _RESUME_STEP.value is not None and _INIT_FROM.value:
