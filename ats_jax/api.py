@@ -11,6 +11,7 @@ from ats_jax.config import Config
 from ats_jax.config.extend import build
 from ats_jax.config.file import load_file
 from ats_jax.config.tree import updated
+from ats_jax.config.validate import check_given
 from ats_jax.inference.load import load_run
 from ats_jax.metrics.rows import read_jsonl
 from ats_jax.planner.budget import budget
@@ -35,7 +36,10 @@ def config(source: str = cli.DEFAULT_CONFIG, settings: Mapping[str, Any] | None 
   Raises:
     ValueError: for a file that cannot be read, an unknown name, or a value that no setting allows.
   """
-  return build(updated(load_file(source).to_dict(), settings or {}))
+  settings = settings or {}
+  cfg = build(updated(load_file(source).to_dict(), settings))
+  check_given(cfg, settings)
+  return cfg
 
 
 def train(

@@ -6,15 +6,26 @@ Then the logits of random rows: ours in bfloat16 beside those of transformers in
 `eager` and its `sdpa` attention) and in float32. How far the last three are from each other says
 what bfloat16 alone does. Needs the extras `torch` and `hf`.
 Command: python -m lab.import_8b [--layers=32 --width=4096 --vocab=128256 --rows=2]
+
+With `--memory` instead the host memory of `ats-jax train --init_from` on a CPU, to its first step,
+beside that of the state: GB of resident pages that are the process's own (RssAnon) and those of
+files (RssFile), sampled each 2 ms, and the kernel's peak of both (VmHWM).
+Command: python -m lab.import_8b --memory --layers=16 --width=2048 --vocab=32768
 """
 
+import dataclasses
 import multiprocessing
+import re
+import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from absl import app, flags
+
+from lab.child import Child
 
 _LAYERS = flags.DEFINE_integer("layers", 32, "")
 _WIDTH = flags.DEFINE_integer("width", 4096, "A multiple of 128.")
@@ -22,6 +33,7 @@ _VOCAB = flags.DEFINE_integer("vocab", 128256, "")
 _ROWS = flags.DEFINE_integer("rows", 2, "")
 _TOKENS = flags.DEFINE_integer("tokens", 512, "Of a row.")
 _SHARP = flags.DEFINE_float("sharp", 1.0, "Factor on the spread of queries and keys.")
+_MEMORY = flags.DEFINE_bool("memory", False, "Measure the host memory of --init_from alone.")
 _IN = flags.DEFINE_string("in", "", "Folder for what is written; by default a temporary one.")
 
 
@@ -163,6 +175,103 @@ def compare(out: Path) -> None:
     )
 
 
+class Resident(NamedTuple):
+  """GB of a process at a time (`time.time`)."""
+
+  at: float
+  peak: float
+  own: float
+  files: float
+
+
+def resident(pid: int) -> Resident:
+  """What /proc says of a process."""
+  text = Path(f"/proc/{pid}/status").read_text()
+  kib = [re.search(rf"{name}:\s+(\d+)", text) for name in ("VmHWM", "RssAnon", "RssFile")]
+  return Resident(time.time(), *(int(m[1]) * 1024 / 1e9 if m else 0.0 for m in kib))
+
+
+def memory(folder: Path, run: Path) -> None:
+  """The table of `--memory`."""
+  (folder.parent / "text.txt").write_text("the cat sat on the mat. " * 4000)
+  config = folder.parent / "config.py"
+  command = [sys.executable, "-m", "ats_jax"]
+  made = Child(
+    [*command, "config", "import", f"{folder}/config.json", f"--to={config}"],
+    {"JAX_PLATFORMS": "cpu"},
+  )
+  if made.ended(time.time() + 120):
+    raise SystemExit(made.text())
+  settings = {
+    "data.paths": folder.parent / "text.txt", "data.tokenizer": "bytes", "data.batch_size": 1,
+    "data.seq_len": 64, "data.validation_fraction": 0.0, "data.cache_dir": run / "cache",
+    "step.remat": "full", "num_steps": 1, "optimizer.warmup_steps": 0, "sample.max_tokens": 0,
+    "log.progress": False, "log.writers": "jsonl", "compilation_cache": "off",
+  }  # fmt: skip
+  words = [f"--config.{name}={value}" for name, value in settings.items()]
+  child = Child(
+    [*command, "train", f"--config={config}", f"--workdir={run}", f"--init_from={folder}", *words],
+    {"JAX_PLATFORMS": "cpu"},
+  )
+  samples = list[Resident]()
+  try:
+    while child.runs and not any("first step done" in line for _, line in child.lines):
+      samples.append(resident(child.process.pid))
+      time.sleep(0.002)
+  finally:
+    child.end()
+  lines = {}
+  for name, pattern in (
+    ("the folder is opened", "config.json: without a bearing"),
+    ("the model is filled", "the weights are those of"),
+    ("the state is ready", "parameters:$"),
+    ("the first step is done", "first step done"),
+  ):
+    lines[name] = next((at for at, line in child.lines if re.search(pattern, line)), None)
+    if lines[name] is None:
+      raise SystemExit(f"no line like {pattern!r}:\n{child.text()}")
+  largest, state, model, layer = sizes(run)
+  bound = 1.1 * (state + layer)
+  print(
+    f"GB: state {state:.2f}, of it the model {model:.2f}; a layer {layer:.3f}, the largest array "
+    f"{largest:.3f}; bound (state, a layer and 10 %) {bound:.2f}"
+  )
+  print("| until | VmHWM | RssAnon | RssFile | VmHWM over the bound | since the opening |")
+  print("|---|--:|--:|--:|--:|--:|")
+  opened = 0.0
+  for name, at in lines.items():
+    until = [s for s in samples if s.at <= at]
+    peak, own, files = (max(s[i] for s in until) for i in (1, 2, 3))
+    opened = opened or peak
+    print(
+      f"| {name} | {peak:.2f} | {own:.2f} | {files:.2f} | {peak / bound:.3f} "
+      f"| {(peak - opened) / bound:.3f} |"
+    )
+
+
+def sizes(run: Path) -> tuple[float, float, float, float]:
+  """GB of the largest array, of a run's state, of its model, and of a layer of it."""
+  import jax
+
+  from ats_jax.checkpoint import layout, workdir
+  from ats_jax.config.build import resolve
+  from ats_jax.model.layout import stacks
+  from ats_jax.sharding.mesh import make_mesh, on_mesh
+  from ats_jax.step.program import make_program
+  from ats_jax.store import paths
+
+  jax.config.update("jax_platforms", "cpu")
+  cfg = resolve(workdir.load_config(paths.parse(run)), 0)
+  with on_mesh(cfg, make_mesh(cfg)):
+    state = make_program(cfg).init(abstract=True)
+  gb = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree)) / 1e9
+  parts = layout.named_arrays(state.model, stacks=stacks(cfg))
+  of = {n: np.prod(p.shape) * p.leaf.dtype.itemsize / 1e9 for n, p in parts.items()}
+  layer = sum(size for name, size in of.items() if name.startswith("layers/0/"))
+  keyless = dataclasses.replace(state, key=None)
+  return max(of.values()), gb(keyless), gb(state.model), layer
+
+
 def main(argv: list[str]) -> None:
   """One process for each part: jax and torch do not share a device's memory."""
   del argv
@@ -176,6 +285,8 @@ def main(argv: list[str]) -> None:
       ours: (folder, tokens, out),
       compare: (out,),
     }
+    if _MEMORY.value:
+      parts = {write: parts[write], memory: (folder, out / "run")}
     for part, args in parts.items():
       began = time.perf_counter()
       process = multiprocessing.get_context("spawn").Process(target=part, args=args)

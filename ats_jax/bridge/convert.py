@@ -206,10 +206,12 @@ def load_model(source: ModelFolder, cfg: Config, abstract: Any) -> Any:
   filled: list[Any] = [None] * len(leaves)
   for item in plan(source, cfg, parts):
     target = parts[item.ours].target(item.ours)
-    array = to_ours(item, lambda name: source.tensors[name].read(), np.dtype(target.dtype))
-    on_devices = jax.make_array_from_callback(
-      target.shape, target.sharding, lambda index, array=array: array[index]
-    )
-    stream.put(filled, parts, {item.ours: on_devices})
+    stream.put(filled, parts, {item.ours: _on_devices(source, item, target)})
   assert all(leaf is not None for leaf in filled)
   return structure.unflatten(jax.tree.map(jnp.asarray, filled))
+
+
+def _on_devices(source: ModelFolder, item: Item, target: jax.ShapeDtypeStruct) -> jax.Array:
+  """One of our arrays; the one that was read is gone before the next one is."""
+  array = to_ours(item, lambda name: source.tensors[name].read(), np.dtype(target.dtype))
+  return jax.make_array_from_callback(target.shape, target.sharding, lambda index: array[index])

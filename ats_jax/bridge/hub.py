@@ -7,6 +7,7 @@ from typing import cast
 
 from absl import logging
 
+from ats_jax import exits
 from ats_jax.bridge.folder import COMPANIONS, INDEX, SINGLE
 
 SCHEME = "hf://"
@@ -30,7 +31,7 @@ def local_folder(folder: str) -> str:
   Raises:
     ValueError: for a name that the Hub does not know or does not give, or a repository without
       safetensors.
-    OSError: if the Hub does not answer and the files are not in the cache.
+    FaultError: if the Hub does not answer and the files are not in the cache.
   """
   if not is_name(folder):
     return folder
@@ -75,8 +76,8 @@ def _fetch(folder: str, name: str, revision: str, patterns: list[str]) -> Path:
   except errors.HFValidationError as e:
     raise ValueError(f"{folder} is no name on the Hub: {e}") from e
   except (errors.LocalEntryNotFoundError, unreachable) as e:
-    message = str(e).splitlines()[0]
-    raise OSError(
-      f"{folder}: the Hub does not answer, and the files are not all in the cache: {message} Try "
+    message = str(e).splitlines()[0].rstrip(". ")
+    raise exits.FaultError(
+      f"{folder}: the Hub does not answer, and the files are not all in the cache: {message}. Try "
       "again: files that have come are kept."
     ) from e

@@ -19,6 +19,7 @@ from ats_jax.config.names import differences, flatten, to_dict
 from ats_jax.config.schema import Config
 from ats_jax.store import lease, paths, shared_folder
 from ats_jax.store.paths import Path
+from ats_jax.store.secrets import masked_values
 
 # Files and folders of a workdir.
 CONFIG = "config.json"
@@ -144,6 +145,16 @@ def load_config(workdir: Path) -> Config:
   return from_config_dict(_read_config(path))
 
 
+def stored_settings(workdir: Path) -> dict[str, Any]:
+  """The flat settings of the run in a folder, unchecked; {} if it holds none.
+
+  Raises:
+    ValueError: if its config cannot be read.
+  """
+  path = Path(workdir) / CONFIG
+  return flatten(_read_config(path)) if path.exists() else {}
+
+
 def load_identity(workdir: Path) -> RunIdentity:
   """Return which run a workdir holds.
 
@@ -175,9 +186,11 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _write_config(path: Path, cfg: Config) -> None:
-  write_json(path, {"format": FORMAT, **to_dict(cfg)})
+  # With the credentials in addresses of text, which a resume needs.
+  values = {"format": FORMAT, **to_dict(cfg)}
+  write_json(path, values, is_private=masked_values(values) != values)
 
 
-def write_json(path: Path, value: Any) -> None:
-  """Replace `path` by a value, in one step."""
-  paths.write(path, json.dumps(value, indent=2) + "\n")
+def write_json(path: Path, value: Any, *, is_private: bool = False) -> None:
+  """Replace `path` by a value, in one step; a private file is for its owner alone."""
+  paths.write(path, json.dumps(value, indent=2) + "\n", is_private=is_private)

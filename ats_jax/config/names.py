@@ -95,7 +95,7 @@ def default_of(name: str, field: dataclasses.Field) -> Any:
 
 def conditions(name: str, field: dataclasses.Field) -> tuple[Condition, ...]:
   """What a setting needs to have an effect: its own condition, and those of its sections."""
-  needs = [field.metadata["needs"]]
+  needs = [*field.metadata["needs"]]
   while "." in name:
     name = name.rpartition(".")[0]
     needs.append(NEEDS.get(name))
@@ -103,7 +103,11 @@ def conditions(name: str, field: dataclasses.Field) -> tuple[Condition, ...]:
 
 
 def unmet(
-  name: str, fields: Mapping[str, dataclasses.Field], flat: Mapping[str, Any]
+  name: str,
+  fields: Mapping[str, dataclasses.Field],
+  flat: Mapping[str, Any],
+  *,
+  by_flag: bool = False,
 ) -> Condition | None:
   """What keeps a setting from having an effect; None = it has one.
 
@@ -113,13 +117,14 @@ def unmet(
     name: of the setting.
     fields: those of the config.
     flat: its values.
+    by_flag: whether a flag sets it, which more conditions are about.
   """
   for needs in conditions(name, fields[name]):
-    if needs.setting == name:
+    if needs.setting == name or (needs.of_flags and not by_flag):
       continue
-    if not needs.holds(flat[needs.setting]):
+    if not needs.is_met_by(flat):
       return needs
-    if (deeper := unmet(needs.setting, fields, flat)) is not None:
+    if not needs.of_flags and (deeper := unmet(needs.setting, fields, flat)) is not None:
       return deeper
   return None
 

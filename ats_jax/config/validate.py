@@ -2,14 +2,14 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from ats_jax import extensions
 from ats_jax.config.names import default_of, flatten, settings, unmet
 from ats_jax.config.schema import Config
 from ats_jax.config.schema.rules import format_bound
-from ats_jax.config.schema.setting import Checked, Kinds, LengthChecked, Table, elements
+from ats_jax.config.schema.setting import Checked, Condition, Kinds, LengthChecked, Table, elements
 
 
 def validate(cfg: Config) -> Config:
@@ -44,11 +44,38 @@ def _effects(cfg: Config) -> None:
   for name, field in fields.items():
     default = default_of(name, field)
     if flat[name] != default and (needs := unmet(name, fields, flat)):
-      value = flat[needs.setting] or repr(flat[needs.setting])  # '' shows that it is empty
-      raise ValueError(
-        f"{name}={flat[name]} does nothing with {needs.setting}={value}: it needs {needs.words}. "
-        f"Set that, or leave {name} at {default!r}."
-      )
+      raise ValueError(_idle(name, needs, flat, f"leave {name} at {default!r}"))
+
+
+def check_given(
+  cfg: Config, given: Iterable[str], stored: Callable[[], Mapping[str, Any]] = dict
+) -> None:
+  """Refuse settings that a user gave and that have no effect with the others.
+
+  0, "" and false ask for nothing, so that they are not ignored.
+
+  Args:
+    cfg: the run.
+    given: dotted names of the settings that flags set.
+    stored: returns the flat settings of the run that this one goes on with, if any: the command
+      that began it is not refused.
+
+  Raises:
+    ValueError: as `validate`.
+  """
+  flat, fields = flatten(cfg), settings(cfg)
+  for name in given:
+    needs = unmet(name, fields, flat, by_flag=True) if name in fields and flat[name] else None
+    if needs is not None and stored().get(name) != flat[name]:
+      raise ValueError(_idle(name, needs, flat, f"leave {name} out"))
+
+
+def _idle(name: str, needs: Condition, flat: Mapping[str, Any], otherwise: str) -> str:
+  value = flat[needs.setting] or repr(flat[needs.setting])  # '' shows that it is empty
+  return (
+    f"{name}={flat[name]} does nothing with {needs.setting}={value}: it needs {needs.words}. "
+    f"Set that, or {otherwise}."
+  )
 
 
 def _has_unloaded(cfg: Config) -> bool:

@@ -15,6 +15,8 @@ from typing import Any
 
 import jax
 
+from ats_jax.store.secrets import SECRET_NAME, masked
+
 _PACKAGES = (
   "ats_jax",
   "jax",
@@ -26,7 +28,6 @@ _PACKAGES = (
   "numpy",
   "tokenizers",
 )
-_SECRET = re.compile("KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
 _VARIABLES = re.compile("XLA_FLAGS$|JAX_|ATS_")
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -66,11 +67,11 @@ def _version(package: str) -> str | None:
 def public_variables(
   environ: Mapping[str, str], wanted: re.Pattern[str] = _VARIABLES
 ) -> dict[str, str]:
-  """Variables whose names begin with `wanted`, without those that look like secrets."""
+  """Variables whose names begin with `wanted`, without secrets, by their names or in addresses."""
   return {
-    name: value
+    name: masked(value)
     for name, value in sorted(environ.items())
-    if wanted.match(name) and not _SECRET.search(name)
+    if wanted.match(name) and not SECRET_NAME.search(name)
   }
 
 

@@ -12,8 +12,9 @@ from absl import logging
 from ats_jax.config.schema.log import LogConfig
 from ats_jax.store import paths
 from ats_jax.store.paths import Path
+from ats_jax.store.secrets import MaskingFormatter
 
-FORMAT = std_logging.Formatter("%(asctime)s %(levelname)-7s %(message)s", "%Y-%m-%d %H:%M:%S")
+FORMAT = MaskingFormatter("%(asctime)s %(levelname)-7s %(message)s", "%Y-%m-%d %H:%M:%S")
 
 
 def file_name(process: int) -> str:

@@ -4,9 +4,11 @@ Where they send to is for their own variables to say (WANDB_MODE, MLFLOW_TRACKIN
 TRACKIO_SPACE_ID, ...). Each goes on where the same run stopped.
 """
 
+import contextlib
 import html
 import importlib
 import os
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any, override
@@ -15,6 +17,7 @@ import numpy as np
 
 from ats_jax.metrics.writer import MetricWriter, Opening, as_numbers
 from ats_jax.store import paths
+from ats_jax.store.secrets import masked_values
 
 BUCKETS = 30
 # Limits of MLflow.
@@ -35,10 +38,11 @@ class WandbWriter(MetricWriter):
     self.errors = (OSError, wandb.Error)
     folder = None if paths.is_remote(opening.folder) else os.fspath(opening.folder)
     try:
-      self._run = wandb.init(
-        project=opening.project, id=opening.run or None, name=_name(opening), resume="allow",
-        dir=folder,
-      )  # fmt: skip
+      with _masked_arguments():  # W&B keeps the command line
+        self._run = wandb.init(
+          project=opening.project, id=opening.run or None, name=_name(opening), resume="allow",
+          dir=folder,
+        )  # fmt: skip
     except self.errors as error:
       raise _not_opened("wandb", error, "Run `wandb login`, or set WANDB_MODE=offline") from error
     self._run.define_metric("step")
@@ -183,6 +187,17 @@ class TrackioWriter(MetricWriter):
   @override
   def close(self) -> None:
     self._run.finish()
+
+
+@contextlib.contextmanager
+def _masked_arguments() -> Iterator[None]:
+  """Within it, the command line of this process seems to hold no credentials."""
+  real = sys.argv
+  sys.argv = masked_values(real)
+  try:
+    yield
+  finally:
+    sys.argv = real
 
 
 def _library(name: str) -> Any:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, override
 import numpy as np
 
 from ats_jax.store.paths import Path
+from ats_jax.store.secrets import masked_values
 
 # Names (fnmatch patterns) of values that depend on the machine and the moment, not on the run's
 # mathematics: a bitwise comparison of two runs leaves them out.
@@ -167,7 +168,7 @@ class MultiWriter(MetricWriter):
 
   @override
   def write_hparams(self, hparams: Mapping[str, Any]) -> None:
-    self._each("write_hparams", hparams)
+    self._each("write_hparams", masked_values(dict(hparams)))
 
   @override
   def flush(self) -> None:

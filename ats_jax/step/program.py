@@ -65,9 +65,9 @@ class Program:
   counts: Counts
   fp8: bool = True
 
-  def init(self, *, abstract: bool = False) -> TrainState:
-    """Build the state of step 0; with `abstract` only shapes, dtypes and shardings."""
-    return init_state(self.cfg, self.num, self.optimizer, abstract=abstract)
+  def init(self, *, model: Decoder | None = None, abstract: bool = False) -> TrainState:
+    """Build the state of step 0, as `init_state`."""
+    return init_state(self.cfg, self.num, self.optimizer, model=model, abstract=abstract)
 
   def catch_up(self, state: TrainState, made_at: int) -> TrainState:
     """Renew the moments of an earlier state if a phase has begun between its step and now.
@@ -171,7 +171,12 @@ class Program:
 
 
 def init_state(
-  cfg: Config, num: Numerics, optimizer: Optimizer, *, abstract: bool = False
+  cfg: Config,
+  num: Numerics,
+  optimizer: Optimizer,
+  *,
+  model: Decoder | None = None,
+  abstract: bool = False,
 ) -> TrainState:
   """Build the state of step 0, each array created in its sharding on the current mesh.
 
@@ -179,22 +184,29 @@ def init_state(
     cfg: the resolved config.
     num: dtypes and implementations (`model.numerics.numerics`).
     optimizer: the optimizer of the run.
+    model: weights to begin with, which the state takes as they are; None = random ones.
     abstract: return shapes, dtypes and shardings only, without computing anything.
   """
   parts = parts_of(cfg, optimizer)
 
-  def init(key: jax.Array) -> TrainState:
-    model: Any = Decoder(cfg, num, nnx.Rngs(params=fold(key, Purpose.INIT)))
+  def beside(key: jax.Array, model: Any) -> TrainState:
     opt_state = optimizer.tx.init(reshard_params("moments", trainable(model)))
     state = TrainState(jnp.zeros((), jnp.int32), model, opt_state, None, key)
     for part in parts:
       state = part.init(state)
     return state
 
+  def init(key: jax.Array) -> TrainState:
+    return beside(key, Decoder(cfg, num, nnx.Rngs(params=fold(key, Purpose.INIT))))
+
   make_key = lambda: jax.random.key(cfg.seed)
   if abstract:  # no device is used
     return jax.eval_shape(init, jax.eval_shape(make_key))
-  return jax.jit(init)(make_key())
+  if model is None:
+    return jax.jit(init)(make_key())
+  # A program that returned the weights would copy them.
+  without_model = lambda key, model: dataclasses.replace(beside(key, model), model=None)
+  return dataclasses.replace(jax.jit(without_model)(make_key(), model), model=model)
 
 
 def make_train_step(

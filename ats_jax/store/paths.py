@@ -36,8 +36,11 @@ _DRIVER_ERRORS = {
   "aiohttp": ("ClientError",),
   "azure.core.exceptions": ("AzureError",),
   "botocore.exceptions": ("BotoCoreError", "ClientError"),
+  "ftplib": ("Error",),
   "gcsfs.retry": ("HttpError", "ChecksumError", "NonRetryableError"),
   "google.auth.exceptions": ("GoogleAuthError",),
+  "httpx": ("HTTPError",),
+  "httpx2": ("HTTPError",),
 }
 _OS_ERROR = re.compile(r"(?:os_error_code='|OS error )(\d+)")
 _FREE_SPACE = "Free space on the disk."
@@ -185,10 +188,15 @@ def parse_json(text: str | bytes) -> Any:
     raise ValueError("it is nested too deeply") from None
 
 
-def write(path: os.PathLike[str], content: str | bytes) -> None:
+def write(path: os.PathLike[str], content: str | bytes, *, is_private: bool = False) -> None:
   """Replace a file in one step: whatever kills the process, the old one is there or the new one.
 
   Locally it is renamed into its place, and durable on return. A store does so by itself.
+
+  Args:
+    path: of the file.
+    content: all of it.
+    is_private: whether its owner alone may read it; a store has rights of its own.
   """
   data = content.encode() if isinstance(content, str) else content
   if is_remote(path):
@@ -196,6 +204,8 @@ def write(path: os.PathLike[str], content: str | bytes) -> None:
     return
   unfinished = f"{os.fspath(path)}.tmp"
   with open(unfinished, "wb", opener=_open_own) as file:
+    if is_private:
+      os.fchmod(file.fileno(), 0o600)
     file.write(data)
     file.flush()
     os.fsync(file.fileno())

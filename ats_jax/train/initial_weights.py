@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +20,9 @@ from ats_jax.config.build import resolve
 from ats_jax.config.schema import Config
 from ats_jax.data.tokens.file import has_same_ids, load_tokenizer
 from ats_jax.data.tokens.tokenizer import Tokenizer, build_tokenizer
+from ats_jax.model.decoder import Decoder
 from ats_jax.model.layout import stacks
 from ats_jax.step.program import Program
-from ats_jax.step.state import TrainState
 from ats_jax.store import paths
 from ats_jax.store.paths import Path
 
@@ -90,32 +89,28 @@ class InitialWeights:
         paths.make_folder(folder / COMPANIONS)
         paths.write(folder / COMPANIONS / name, paths.read(self.folder / COMPANIONS / name))
 
-  def into(self, state: TrainState, program: Program, tokenizer: Tokenizer) -> TrainState:
-    """A new state with these weights, in the dtypes and shardings that it has.
+  def load(self, program: Program, tokenizer: Tokenizer) -> Decoder:
+    """A model of these weights, in the dtypes and shardings of a run's.
+
+    The state is built beside it, not before: then there is room for what loading needs.
 
     Args:
-      state: the state of step 0, whose weights of a Hugging Face folder's model are deleted.
       program: program of the run.
       tokenizer: tokenizer of the run; the weights must have been trained with the same one.
 
     Raises:
       ValueError: if there are none, or they do not fit the run's model or tokenizer.
     """
-    if is_model_folder(self.folder):
-      check_tokenizer(self.folder, program.cfg, tokenizer)
-      source, mesh = self.open(), jax.sharding.get_mesh()
-      abstract = abstract_like(state.model, mesh)
-      for random in jax.tree.leaves(state.model):  # there is no room for two models
-        random.delete()
-      model = load_model(source, program.cfg, abstract)
-      logging.info("the weights are those of %s in %s", source.family.name, self.folder)
-    else:
-      model = self._of_run(state, program, tokenizer)
-    copied = lambda p: jnp.array(p, jnp.float32, copy=True)
-    ema = None if state.ema is None else jax.tree.map(copied, model)
-    return dataclasses.replace(state, model=model, ema=ema)
+    abstract = abstract_like(program.init(abstract=True).model, jax.sharding.get_mesh())
+    if not is_model_folder(self.folder):
+      return self._of_run(abstract, program, tokenizer)
+    check_tokenizer(self.folder, program.cfg, tokenizer)
+    source = self.open()
+    model = load_model(source, program.cfg, abstract)
+    logging.info("the weights are those of %s in %s", source.family.name, self.folder)
+    return model
 
-  def _of_run(self, state: TrainState, program: Program, tokenizer: Tokenizer) -> Any:
+  def _of_run(self, like: Decoder, program: Program, tokenizer: Tokenizer) -> Decoder:
     """The model of a checkpoint: the average of its weights, if that run kept one."""
     source = workdir.load_config(self.folder)
     file = self.folder / workdir.TOKENIZER
@@ -127,13 +122,13 @@ class InitialWeights:
     part = "ema" if source.optimizer.has_average else "model"
     stored = "float32" if part == "ema" else source.precision.param_dtype
     own = jnp.dtype(program.cfg.precision.param_dtype)
-    like = lambda x: jax.ShapeDtypeStruct(
+    as_stored = lambda x: jax.ShapeDtypeStruct(
       x.shape, stored if part == "ema" or x.dtype == own else x.dtype, sharding=x.sharding
     )
     chosen = int(self.step) if self.step.isdecimal() else self.step
-    abstract = jax.tree.map(like, abstract_like(state.model, jax.sharding.get_mesh()))
+    abstract = jax.tree.map(as_stored, like)
     step, model, _ = restore_tree(
       self.folder / workdir.CHECKPOINTS, abstract, chosen, part, stacks=stacks(program.cfg)
     )
     logging.info("the weights are those of step %d of %s", step, self.folder)
-    return jax.tree.map(lambda new, old: new.astype(old.dtype), model, state.model)
+    return jax.tree.map(lambda new, old: new.astype(old.dtype), model, like)

@@ -215,8 +215,8 @@ def restored_or_new(
   if origin.restore is not None:
     abstract = abstract_like(program.init(abstract=True), jax.sharding.get_mesh())
     return origin.restore(abstract)
-  state = program.init()
-  return state if initial is None else initial.into(state, program, train_set.info.tokenizer)
+  model = None if initial is None else initial.load(program, train_set.info.tokenizer)
+  return program.init(model=model)
 
 
 def open_writer(

@@ -13,6 +13,7 @@ from ats_jax.config import Config
 from ats_jax.config.extend import build
 from ats_jax.config.names import flatten, to_dict
 from ats_jax.config.tree import updated
+from ats_jax.config.validate import check_given
 from ats_jax.store import paths
 from ats_jax.train.initial_weights import InitialWeights
 from ats_jax.verbs import cli
@@ -79,9 +80,12 @@ def main(argv: list[str]) -> int:
   source = _INIT_FROM.value
   init = InitialWeights.of(source, _INIT_STEP.value, _IGNORED.value) if source else None
   given = frozenset(_CONFIG.given())
-  cfg = _CONFIG.value
   if init is not None and not FLAGS["config"].present:
     cfg = build(_CONFIG.applied(beginning_with(init)))
+  else:
+    cfg = build(_CONFIG.nested())
+  for check in (check_given, loop.check_given):
+    check(cfg, given, lambda: workdir.stored_settings(target))
   where = device.find_device(_DEVICE.value)
   cfg = device.fit_device(cfg, where, given)
   rank, adapters = _RANK.value, None

@@ -32,6 +32,8 @@ from ats_jax.config.names import KINDS, all_settings
 from ats_jax.config.schema.setting import Kinds
 from ats_jax.config.text import parse
 from ats_jax.config.tree import dropped, updated
+from ats_jax.config.validate import check_given
+from ats_jax.store.secrets import MaskingFormatter, masked
 
 DEFAULT_CONFIG = "debug"
 PROGRAM = "ats-jax"
@@ -155,9 +157,11 @@ class ConfigFlag:
     """The run that was asked for.
 
     Raises:
-      ValueError: as `load_file`, `from_config_dict` and `load_extensions`.
+      ValueError: as `load_file`, `load_extensions` and `check_given`.
     """
-    return build(self.nested())
+    cfg = build(self.nested())
+    check_given(cfg, self.given())
+    return cfg
 
 
 def _values_of_file(name: str) -> dict[str, Any]:
@@ -425,7 +429,7 @@ def _flag_help(flag: flags.Flag) -> str:
 def _leave(error: BaseException, text: str, hint: str = "", code: int = exits.REFUSED) -> NoReturn:
   if _shows_tracebacks():
     raise error
-  line = f"error: {text}{hint}"
+  line = masked(f"error: {text}{hint}")
   print(line.encode(errors="backslashreplace").decode(), file=sys.stderr)
   raise SystemExit(code) from None
 
@@ -476,7 +480,7 @@ def _log_short_lines() -> None:
   logging.use_absl_handler()
   logging.set_verbosity(logging.INFO)
   handler = logging.get_absl_handler()
-  handler.setFormatter(std_logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+  handler.setFormatter(MaskingFormatter("%(asctime)s %(message)s", "%H:%M:%S"))
   handler.addFilter(_shorten)
 
 
@@ -503,7 +507,8 @@ def _show_uncaught(
   of_loop = bool(frames) and frames[-1][0].f_globals.get("__name__") == "asyncio.base_events"
   is_main = threading.current_thread() is threading.main_thread()
   if is_main or not (of_loop and str(error) == "Event loop is closed") or _shows_tracebacks():
-    sys.__excepthook__(kind, error, trace)
+    text = "".join(traceback.format_exception(kind, error, trace))
+    print(masked(text).encode(errors="backslashreplace").decode(), end="", file=sys.stderr)
 
 
 def _show_unraisable(args: Any) -> None:

@@ -12,6 +12,7 @@ from ats_jax.config.extend import build
 from ats_jax.config.file import load_file
 from ats_jax.config.names import differences, flatten
 from ats_jax.store import paths
+from ats_jax.store.secrets import masked
 from ats_jax.verbs import cli
 
 IMPORT = """make a config from the config.json of a Hugging Face model, and list what is missing
@@ -64,14 +65,14 @@ def _load(name: str) -> Config:
 def _show(name: str) -> None:
   """Prints the settings that are not at their defaults."""
   for setting, (usual, value, _) in differences(flatten(Config()), flatten(_load(name))).items():
-    print(f"{setting} = {value!r} (default {usual!r})")
+    print(masked(f"{setting} = {value!r} (default {usual!r})"))
 
 
 def _diff(first: str, second: str) -> None:
   """Prints the settings in which two configs differ."""
   found = differences(flatten(_load(first)), flatten(_load(second)))
   for setting, (old, new, free) in found.items():
-    print(f"{setting}: {old!r} -> {new!r}{'' if free else ' (fixed for a workdir)'}")
+    print(masked(f"{setting}: {old!r} -> {new!r}{'' if free else ' (fixed for a workdir)'}"))
   if not found:
     print("no setting differs")
 

@@ -103,7 +103,7 @@ def _check_settings(argv: list[str], devices: int) -> None:
   from ats_jax.verbs import train  # here: it takes seconds, and `launch local` starts at once
 
   train.COMMANDS[""].parse("train", argv)
-  cfg = train.CONFIG.value
+  cfg = train.asked_for()
   if devices:
     mesh_sizes(cfg, devices)
 

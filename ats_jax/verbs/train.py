@@ -14,9 +14,12 @@ from pathlib import PurePath
 from absl import flags, logging
 
 from ats_jax import exits
+from ats_jax.checkpoint import workdir
 from ats_jax.cluster import job, runtime
+from ats_jax.config import Config
 from ats_jax.config.build import extensions_of
-from ats_jax.config.extend import load
+from ats_jax.config.extend import build, load
+from ats_jax.config.validate import check_given
 from ats_jax.store import paths
 from ats_jax.train.loop import End, train_to_end
 from ats_jax.verbs import cli
@@ -60,6 +63,21 @@ def default_workdir(config: str) -> str:
   return f"runs/{name}"
 
 
+def asked_for() -> Config:
+  """The run that the flags ask for.
+
+  Raises:
+    ValueError: as `ConfigFlag.value`, but for what the run in the workdir was begun with.
+  """
+  cfg = build(CONFIG.nested())
+  check_given(cfg, CONFIG.given(), lambda: workdir.stored_settings(_folder()))
+  return cfg
+
+
+def _folder() -> paths.Path:
+  return paths.parse(_WORKDIR.value or default_workdir(CONFIG.file))
+
+
 def main(argv: list[str]) -> int:
   """Train, or explain a setting."""
   del argv
@@ -70,8 +88,7 @@ def main(argv: list[str]) -> int:
       load(extensions_of(CONFIG.nested()))  # they may bring settings
     print(explain(_EXPLAIN.value))
     return exits.DONE
-  cfg = CONFIG.value
-  folder = paths.parse(_WORKDIR.value or default_workdir(CONFIG.file))
+  cfg, folder = asked_for(), _folder()
   if FLAGS["init_step"].present and not _INIT_FROM.value:
     raise ValueError("--init_step says which checkpoint of --init_from; that is missing.")
   if _RESUME_STEP.value is not None and _INIT_FROM.value:

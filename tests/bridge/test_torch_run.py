@@ -276,6 +276,16 @@ def test_what_pytorch_has_not_is_named(tmp_path):
       loop.train(settings(tmp_path, "dense", **changes), parse(tmp_path / "run"), CPU)
 
 
+def test_flags_of_jax_alone_are_refused_and_a_file_may_have_them():
+  changes = {"mesh.fsdp": 4, "log.profile_step": 2, "moe.exchange": "bins", "moe.num_experts": 4}
+  cfg = with_settings(Config(), changes)
+  for name in ("mesh.fsdp", "log.profile_step", "moe.exchange", "moe.exchange.name"):
+    with pytest.raises(ValueError, match=rf"^{name}\S*=\w+ does nothing with bridge train"):
+      loop.check_given(cfg, [name])
+  loop.check_given(cfg, ["moe.num_experts", "seed", "mesh.tensor"])
+  loop.check_given(cfg, ["mesh.fsdp"], lambda: {"mesh.fsdp": 4})
+
+
 def test_devices_and_formats_that_are_not_there():
   with pytest.raises(ValueError, match="--device=tpu is unknown"):
     device.find_device("tpu")

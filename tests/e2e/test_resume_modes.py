@@ -88,7 +88,10 @@ MODES = {
   ),
   "streaming": Mode(
     "{0}/base.jsonl",
-    ("data.reading=streaming", "data.reading.window_mb=0.002", "data.validation_fraction=0"),
+    (
+      "data.reading=streaming", "data.reading.window_mb=0.002", "data.validation_fraction=0",
+      "eval.every_steps=0", "eval.num_batches=0",
+    ),
   ),
 }  # fmt: skip
 

@@ -24,7 +24,7 @@ from ats_jax.config.schema.optimizer import OPTIMIZERS, OptimizerConfig
 from ats_jax.config.schema.orchestrator import OrchestratorConfig
 from ats_jax.config.schema.precision import PrecisionConfig
 from ats_jax.config.schema.sample import SampleConfig
-from ats_jax.config.schema.setting import section, setting, when
+from ats_jax.config.schema.setting import of_flags, section, setting, when
 from ats_jax.config.schema.step import StepConfig
 
 __all__ = [
@@ -56,7 +56,14 @@ class Config:
   """A whole run."""
 
   seed: int = setting(0, "of weights, dropout, data order and sampling", low=0, high=MAX_SEED)
-  num_steps: int = setting(400, "optimizer updates", low=1, high=MAX_STEPS, resume="free")
+  num_steps: int = setting(
+    400,
+    "optimizer updates",
+    low=1,
+    high=MAX_STEPS,
+    resume="free",
+    needs=[of_flags(when("num_epochs", 0.0)), of_flags(when("length", "given"))],
+  )
   num_epochs: float = setting(
     0.0,
     "passes over the training rows, in place of num_steps; 0 = num_steps",

@@ -4,7 +4,8 @@ import dataclasses
 from typing import Any
 
 from ats_jax.config.schema import rules
-from ats_jax.config.schema.setting import setting, when
+from ats_jax.config.schema.eval import HELD_OUT
+from ats_jax.config.schema.setting import of_flags, setting, when
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,7 +17,10 @@ class CheckpointConfig:
   )
   keep: int = setting(2, "newest checkpoints kept", low=1, resume="free")
   keep_best: bool = setting(
-    False, "keep the one with the lowest validation loss as well", resume="free"
+    False,
+    "keep the one with the lowest validation loss as well",
+    resume="free",
+    needs=[of_flags(when("eval.every_steps")), of_flags(HELD_OUT)],
   )
   local_every: int = setting(
     0,

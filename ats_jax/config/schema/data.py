@@ -1,6 +1,7 @@
 """The section `data`."""
 
 import dataclasses
+import operator
 from typing import Any
 
 from ats_jax.config.schema import rules
@@ -8,7 +9,7 @@ from ats_jax.config.schema.filters import FILTERS, Filter
 from ats_jax.config.schema.mixture import Phase, check_mixture, check_rates, check_sources
 from ats_jax.config.schema.reading import READINGS, Reading
 from ats_jax.config.schema.row_order import ROW_ORDERS, RowOrderConfig
-from ats_jax.config.schema.setting import Table, section, setting, when
+from ats_jax.config.schema.setting import Condition, Table, of_flags, section, setting, when
 from ats_jax.config.schema.text_format import FORMATS, Format
 from ats_jax.store import paths
 
@@ -69,6 +70,7 @@ class DataConfig:
     "share held out: of the documents, or where those are few of blocks inside them; by hash",
     low=0.0,
     high=0.5,
+    needs=of_flags(Condition("data.validation_paths", "no data.validation_paths", operator.not_)),
   )
   format: Format = section(FORMATS, "text")
   filters: tuple[Filter, ...] = setting(
@@ -87,7 +89,11 @@ class DataConfig:
     ".model of SentencePiece, a .tiktoken file",
   )
   bpe_vocab_size: int = setting(
-    2048, "size of the trained BPE with its 3 special tokens", unit="tokens", low=300
+    2048,
+    "size of the trained BPE with its 3 special tokens",
+    unit="tokens",
+    low=300,
+    needs=of_flags(when("data.tokenizer", "bpe")),
   )
   seq_len: int = setting(256, "length of a packed row", unit="tokens", low=8, high=2**24)
   batch_size: int = setting(

@@ -5,7 +5,14 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from ats_jax.config.schema import rules
-from ats_jax.config.schema.setting import setting, when
+from ats_jax.config.schema.setting import Condition, of_flags, setting, when
+
+_SHARDED = Condition(
+  "mesh.fsdp",
+  "mesh.fsdp, mesh.expert or mesh.context above 1",
+  lambda *ways: max(ways) > 1,
+  beside=("mesh.expert", "mesh.context"),
+)
 
 
 class Cut(NamedTuple):
@@ -71,6 +78,7 @@ class MeshConfig:
     low=1,
     high=3,
     resume="free",
+    needs=of_flags(_SHARDED),
   )
   keep_gathered: bool = setting(
     False,

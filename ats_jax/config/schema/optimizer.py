@@ -8,10 +8,24 @@ from typing import Any, ClassVar
 
 from ats_jax.config.schema import rules
 from ats_jax.config.schema.schedule import SCHEDULES, Schedule
-from ats_jax.config.schema.setting import Kinds, Table, elements, section, setting, when
+from ats_jax.config.schema.setting import (
+  Condition,
+  Kinds,
+  Table,
+  elements,
+  of_flags,
+  section,
+  setting,
+  when,
+)
 from ats_jax.extensions import optimizers
 
 OPTIMIZERS = Kinds("optimizer", "what makes directions of gradients", registry=optimizers)
+_ONE_SCHEDULE = Condition(
+  "data.phases",
+  "phases without a learning rate of their own",
+  lambda phases: not any(phase["learning_rate"] for phase in phases),
+)
 
 
 # Of `model.param.Role`, which stands above this package.
@@ -48,11 +62,20 @@ class OptimizerConfig:
   edits_experts: ClassVar[bool] = True
 
   name: str = OPTIMIZERS.tag("adamw")
-  learning_rate: float = setting(3e-4, "peak learning rate", low=0.0)
+  learning_rate: float = setting(3e-4, "peak learning rate", low=0.0, needs=of_flags(_ONE_SCHEDULE))
   schedule: Schedule = section(SCHEDULES, "cosine")
-  warmup_steps: int = setting(0, "linear warm-up; the first step uses lr/warmup_steps", low=0)
+  warmup_steps: int = setting(
+    0,
+    "linear warm-up; the first step uses lr/warmup_steps",
+    low=0,
+    needs=of_flags(_ONE_SCHEDULE),
+  )
   warmup_fraction: float = setting(
-    0.0, "warm-up as a share of num_steps; warmup_steps, if set, goes before it", low=0.0, high=1.0
+    0.0,
+    "warm-up as a share of num_steps; warmup_steps, if set, goes before it",
+    low=0.0,
+    high=1.0,
+    needs=[of_flags(when("optimizer.warmup_steps", 0)), of_flags(_ONE_SCHEDULE)],
   )
   phase_moments: str = setting(
     "keep",
@@ -65,7 +88,9 @@ class OptimizerConfig:
   weight_decay: float = setting(
     0.1, "decoupled decay of matrices; norms, biases and scalars are never decayed", low=0.0
   )
-  decay_embeddings: bool = setting(False, "decay the embedding table too")
+  decay_embeddings: bool = setting(
+    False, "decay the embedding table too", needs=of_flags(when("optimizer.weight_decay"))
+  )
   rate_by_role: Table[float] = setting(
     Table(),
     "what the learning rate of parameters of a role is multiplied with, e.g. embedding=0.3,norm=2; "

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any, ClassVar
 
 from ats_jax.config.schema import rules
-from ats_jax.config.schema.setting import setting, when
+from ats_jax.config.schema.setting import of_flags, setting, when
 
 PROBE_POSITIONS = 256  # of the probe's rows, where those of training are longer
 
@@ -41,7 +41,7 @@ class OrchestratorConfig:
     "least updates between two snapshots to roll back to",
     low=1,
     resume="free",
-    needs=when("orchestrator.mode", "act"),
+    needs=[when("orchestrator.mode", "act"), of_flags(when("orchestrator.snapshot_gb"))],
   )
   snapshot_gb: float = setting(
     64.0,

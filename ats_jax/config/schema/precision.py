@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from ats_jax.config.schema.setting import setting, when
+from ats_jax.config.schema.setting import of_flags, setting, when
 
 EIGHT_BIT_MULTIPLE = 16  # of the sizes of a matmul in 8 bits: what cuBLASLt takes
 
@@ -32,7 +32,7 @@ class PrecisionConfig:
     "they are off for the rest of the run, with a warning",
     low=0.0,
     resume="free",
-    needs=when("precision.fp8"),
+    needs=[when("precision.fp8"), of_flags(when("eval.every_steps"))],
   )
   deterministic: bool = setting(
     False, "GPU: bit-equal reruns, at a cost in speed (docs/reference/performance.md)"

@@ -2,7 +2,9 @@
 
 import dataclasses
 
-from ats_jax.config.schema.setting import setting
+from ats_jax.config.schema.setting import of_flags, setting, when
+
+_DRAWN = of_flags(when("sample.temperature"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,8 +23,15 @@ class SampleConfig:
   temperature: float = setting(
     0.8, "divides the logits; 0 = greedy", low=0.0, high=100.0, resume="free"
   )
-  top_k: int = setting(0, "keep the k likeliest tokens; 0 = all", low=0, resume="free")
+  top_k: int = setting(
+    0, "keep the k likeliest tokens; 0 = all", low=0, resume="free", needs=_DRAWN
+  )
   top_p: float = setting(
-    0.95, "keep the likeliest tokens that sum to p; 1 = all", low=0.0, high=1.0, resume="free"
+    0.95,
+    "keep the likeliest tokens that sum to p; 1 = all",
+    low=0.0,
+    high=1.0,
+    resume="free",
+    needs=_DRAWN,
   )
   stop: tuple[str, ...] = setting((), "texts that end generation", resume="free")

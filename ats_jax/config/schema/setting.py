@@ -2,7 +2,7 @@
 
 import dataclasses
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from ats_jax.extensions import Registry
@@ -30,16 +30,30 @@ class Condition(NamedTuple):
   Attributes:
     setting: the dotted name of another setting.
     words: what that must be, for messages: "moe.num_experts above 0".
-    holds: whether a value of it is that.
+    holds: whether a value of it is that; it gets those of `beside` too.
+    beside: dotted names of further settings that it is about.
+    of_flags: it concerns only who sets the setting by a flag: a file or a preset that others change
+      may say what has no effect any more.
   """
 
   setting: str
   words: str
-  holds: Callable[[Any], bool]
+  holds: Callable[..., bool]
+  beside: tuple[str, ...] = ()
+  of_flags: bool = False
 
   def is_met(self, cfg: Any) -> bool:
     """Whether it holds of a whole config."""
-    return self.holds(operator.attrgetter(self.setting)(cfg))
+    return self.holds(*(operator.attrgetter(n)(cfg) for n in (self.setting, *self.beside)))
+
+  def is_met_by(self, flat: Mapping[str, Any]) -> bool:
+    """Whether it holds of the flat values of a config."""
+    return self.holds(*(flat[name] for name in (self.setting, *self.beside)))
+
+
+def of_flags(condition: Condition) -> Condition:
+  """The condition, of who sets the setting by a flag only."""
+  return condition._replace(of_flags=True)
 
 
 def when(setting: str, *values: Any, above: float | None = None, no: Any = None) -> Condition:
@@ -70,7 +84,7 @@ def setting(
   high: float | None = None,
   choices: "tuple[str, ...] | Registry | Kinds" = (),
   resume: str = "fixed",
-  needs: Condition | None = None,
+  needs: Condition | Sequence[Condition] = (),
   elements: "Kinds | None" = None,
   training: bool = False,
 ) -> Any:
@@ -84,11 +98,12 @@ def setting(
     high: largest legal value.
     choices: the legal words; of a registry, those that are registered when it is looked at.
     resume: "fixed" if a workdir must be resumed with the same value, "free" if it may change.
-    needs: without it the setting has no effect, and only the default is legal.
+    needs: without it, or any of them, the setting has no effect, and only the default is legal.
     elements: of a list of dataclasses, the kinds that each of them is one of.
     training: of a section of the model: it decides how that is trained, and nothing that a trained
       one computes.
   """
+  needs = (needs,) if isinstance(needs, Condition) else tuple(needs)
   metadata = dict(
     doc=doc, unit=unit, low=low, high=high, choices=choices, resume=resume, needs=needs,
     elements=elements, training=training,

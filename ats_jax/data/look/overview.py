@@ -10,6 +10,7 @@ from ats_jax.config.schema import DataConfig
 from ats_jax.data.rows import row_order
 from ats_jax.data.splits import Opened, training_documents
 from ats_jax.data.text_format import format_of
+from ats_jax.store.secrets import masked
 
 _SOURCES = 15  # named; the rest is one line
 
@@ -105,7 +106,7 @@ def overview(cfg: DataConfig, opened: Opened) -> Overview:
   chars = (sifted.array("chars"), sifted.array("verdict") == 0) if sifted else None
   samples = json.loads((sifted.path / "samples.json").read_text()) if sifted else []
   tokenizer = f"{opened.tokenizer.vocab_size:,} ids of {cfg.tokenizer}"
-  paths = ", ".join(cfg.paths) or "the standard library of this Python"
+  paths = masked(", ".join(cfg.paths)) or "the standard library of this Python"
   return Overview(
     paths, meta["filters"], meta["versions"],
     tokenizer, report["balance"], reasons, meta["changed"], int(corpus.length.sum()),

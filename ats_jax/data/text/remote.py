@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 import fsspec
 from absl import logging
 
+from ats_jax import exits
 from ats_jax.data.corpus import cache
 from ats_jax.store import paths
 
@@ -26,6 +27,9 @@ from ats_jax.store import paths
 _VERSIONS = ("etag", "ETag", "md5Hash", "crc32c", "sha256", "blob_id", "content_md5", "checksum")
 _COPY_PREFIX = "copy-"  # of the names of folders with copies
 _TIMES = ("mtime", "updated", "LastModified", "last_modified", "last-modified", "created")
+_WRONG_NAME = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
+_MISSING = (404, 410)  # what HTTP says of no such file
+_EXPECTED = "Expected a local path, or an address like gs://, s3://, hf:// or https://."
 _EXTRAS = {
   "gs": "gs",
   "gcs": "gs",
@@ -48,11 +52,16 @@ def listed(entry: str) -> list[RemoteFile]:
   """The files that `entry` names: a file, a folder or a glob with a protocol; at least one.
 
   Raises:
-    ValueError: if the store is unknown or does not answer, or there is no such file.
+    ValueError: if the store is unknown, or there is no such file.
+    FaultError: if the store does not answer.
   """
   store, place = _store(entry)
   with _named_errors(entry):
-    files = [RemoteFile(store, url, name) for url, name in _listed(store, place)]
+    try:
+      files = [RemoteFile(store, url, name) for url, name in _listed(store, place)]
+    except (NotImplementedError, ValueError) as e:  # data:// and others that are no file systems
+      why = f": {e}" if str(e) else ""
+      raise ValueError(f"{entry} names no files that can be listed{why}. {_EXPECTED}") from e
   if not files:
     raise ValueError(f"paths: {entry!r} does not exist, or matches no file.")
   return files
@@ -66,9 +75,10 @@ def copied(file: RemoteFile, root: Path) -> str:
     root: root of the cache.
 
   Raises:
-    ValueError: if the store does not answer.
+    ValueError: if there is no such file.
+    FaultError: if the store does not answer.
   """
-  with _named_errors(file.url):
+  with _named_errors(file.url, "read"):
     return _copy(file.store, file.url, file.store.info(file.url), file.name, root)
 
 
@@ -76,7 +86,8 @@ def version(url: str) -> tuple[int, str]:
   """The bytes of a file, 0 if the store does not say, and what names its version.
 
   Raises:
-    ValueError: if the store does not answer.
+    ValueError: if there is no such file.
+    FaultError: if the store does not answer.
   """
   with _named_errors(url):
     store, path = _store(url)
@@ -94,14 +105,15 @@ def local_copy(url: str, name: str, folder: Path) -> Iterator[str]:
   """Copy a file of a store into `folder` for the length of a block; gives the path of the copy.
 
   Raises:
-    ValueError: if the store does not answer.
+    ValueError: if there is no such file.
+    FaultError: if the store does not answer.
   """
   place = Path(tempfile.mkdtemp(prefix=_COPY_PREFIX, dir=folder))
   try:
     with open(place / "lock", "w") as lock:
       fcntl.flock(lock, fcntl.LOCK_SH)  # until the process ends, however it does
       target = place / os.path.basename(name)
-      with _named_errors(url):
+      with _named_errors(url, "read"):
         store, path = _store(url)
         _fetch(store, path, store.info(path).get("size"), target)
       yield str(target)
@@ -118,25 +130,33 @@ def remove_unlent(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _named_errors(what: str) -> Iterator[None]:
+def _named_errors(what: str, verb: str = "reached") -> Iterator[None]:
   try:
     yield
-  except paths.errors() as e:
+  except _WRONG_NAME as e:
     raise ValueError(
-      f"{what} cannot be read: {paths.reason(e)}. Check its name, your credentials and the network."
+      f"{what} cannot be read: {paths.reason(e)}. Check its name and your credentials."
+    ) from e
+  except paths.errors() as e:
+    raise exits.FaultError(
+      f"{what} cannot be {verb}: {paths.reason(e)}. Check its name, your credentials and the "
+      "network."
     ) from e
 
 
 def _store(entry: str) -> tuple[fsspec.AbstractFileSystem, str]:
   protocol = entry.partition("://")[0]
-  try:
-    return fsspec.core.url_to_fs(entry)
-  except ImportError as e:
-    extra = _EXTRAS.get(protocol)
-    hint = f"pip install 'ats_jax[{extra}]'" if extra else str(e)
-    raise ValueError(f"{entry} needs a package that is not installed: {hint}") from e
-  except ValueError as e:
-    raise ValueError(f"{entry}: {e}. Expected a local path or one of fsspec's protocols.") from e
+  with _named_errors(entry):  # some connect at once, as ftp:// does
+    try:
+      return fsspec.core.url_to_fs(entry)
+    except ImportError as e:
+      extra = _EXTRAS.get(protocol)
+      hint = f"pip install 'ats_jax[{extra}]'" if extra else str(e)
+      raise ValueError(f"{entry} needs a package that is not installed: {hint}") from e
+    except TypeError as e:  # its class must be told more, as that of reference://
+      raise ValueError(f"{entry}: {protocol}:// needs more than an address. {_EXPECTED}") from e
+    except ValueError as e:
+      raise ValueError(f"{entry}: {e}. {_EXPECTED}") from e
 
 
 def _listed(store: fsspec.AbstractFileSystem, place: str) -> list[tuple[str, str]]:
@@ -145,9 +165,22 @@ def _listed(store: fsspec.AbstractFileSystem, place: str) -> list[tuple[str, str
     fixed = os.path.dirname(re.split(r"[*?\[]", place)[0])
     files = [str(url) for url in store.glob(place) if store.isfile(url)]
     return sorted((url, os.path.relpath(url, fixed)) for url in files)
-  if store.isfile(place):
+  if _is_file(store, place):
     return [(place, os.path.basename(place.partition("?")[0]))]
   return sorted((str(url), os.path.relpath(str(url), place)) for url in store.find(place))
+
+
+def _is_file(store: fsspec.AbstractFileSystem, place: str) -> bool:
+  """Whether it is a file; `isfile` would hide that the store does not answer."""
+  try:
+    return store.info(place)["type"] == "file"
+  except FileNotFoundError as e:
+    # Of HTTP, fsspec makes it of whatever went wrong.
+    cause = e.__cause__ if "http" in store.protocol else None
+    is_missing = isinstance(cause, FileNotFoundError) or getattr(cause, "status", 0) in _MISSING
+    if isinstance(cause, paths.errors()) and not is_missing:
+      raise cause from None
+    return False
 
 
 def _copy(

@@ -4,6 +4,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, TextIO
 
+from ats_jax.store.secrets import masked
+
 _SHOWN = 5  # problems repeated in the log
 
 
@@ -110,8 +112,9 @@ class Report:
 
 
 def _visible(line: str) -> str:
-  """A line without line breaks and escape sequences, which names of files may have."""
-  return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+  """A line without line breaks, escape sequences and credentials, which names of files may have."""
+  shown = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in masked(line))
+  return "".join(shown)
 
 
 def in_words(balance: Mapping[str, int]) -> str:

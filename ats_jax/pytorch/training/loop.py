@@ -5,7 +5,7 @@ import dataclasses
 import math
 import pathlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -16,8 +16,9 @@ from absl import logging
 from ats_jax.checkpoint import CheckpointManager, StopSignal, abstract_like, workdir
 from ats_jax.config import Config
 from ats_jax.config.build import CHANGES, resolve
-from ats_jax.config.names import flatten, to_dict
+from ats_jax.config.names import KINDS, default_of, flatten, settings, to_dict
 from ats_jax.config.schema import MeshConfig
+from ats_jax.config.schema.setting import Kinds
 from ats_jax.data.batch import POSITION
 from ats_jax.data.rows.contract import Rows, TrainRows
 from ats_jax.data.rows.loader import TrainBatches, eval_batches
@@ -53,6 +54,22 @@ from ats_jax.train.num_steps import rows_read, with_num_steps
 from ats_jax.train.open import ResumePoint, restored_or_new
 
 SCALE = "torch/loss_scale"  # in a checkpoint
+# Settings and whole sections that are about JAX, or about jobs of several processes.
+_WITHOUT_EFFECT = (
+  "checkpoint.local_",
+  "compilation_cache",
+  "data.num_workers",
+  "hang_secs",
+  "heartbeat_secs",
+  "join_secs",
+  "log.profile_step",
+  "mesh.",
+  "moe.exchange.",
+  "ops.",
+  "step.compiler_options",
+  "step.remat_stages",
+  "step.scan_unroll",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +117,34 @@ def check(cfg: Config) -> None:
       f"bridge train has rows of one length, and --config.data.order={cfg.data.order.name} makes "
       "several. Use shuffled or difficulty."
     )
+
+
+def check_given(
+  cfg: Config, given: Iterable[str], stored: Callable[[], Mapping[str, Any]] = dict
+) -> None:
+  """Refuse settings that a user gave and that change nothing in PyTorch.
+
+  What a file says of them stays: the same file is for JAX too, which may go on with the run.
+
+  Args:
+    cfg: the run.
+    given: dotted names of the settings that flags set.
+    stored: as of `validate.check_given`.
+
+  Raises:
+    ValueError: naming the first.
+  """
+  flat, fields = flatten(cfg), settings(cfg)
+  for name in (f"{name}.{Kinds.TAG}" if name in KINDS else name for name in given):
+    if (
+      name.startswith(_WITHOUT_EFFECT)
+      and flat[name] != default_of(name, fields[name])
+      and stored().get(name) != flat[name]
+    ):
+      raise ValueError(
+        f"{name}={flat[name]} does nothing with bridge train, whose steps PyTorch makes on one "
+        "device. Leave it out, or use `ats-jax train`."
+      )
 
 
 @dataclasses.dataclass

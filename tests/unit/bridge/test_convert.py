@@ -1,10 +1,16 @@
 """From a folder to a workdir and back: bit for bit, and after a kill."""
 
+import dataclasses
+import gc
 import itertools
 import json
 import signal
+import types
+import weakref
 
+import jax
 import numpy as np
+import optax
 import pytest
 from commands import called, forked
 from helpers import CACHED
@@ -13,16 +19,20 @@ from in_process import printed_by
 from runs import arrays
 
 from ats_jax.bridge import safetensors_file
-from ats_jax.bridge.convert import import_folder
+from ats_jax.bridge.convert import config_of, import_folder
 from ats_jax.bridge.export import export
 from ats_jax.bridge.families import FAMILIES
 from ats_jax.bridge.folder import open_model_folder
 from ats_jax.bridge.safetensors_file import read_header
+from ats_jax.checkpoint import abstract_like
 from ats_jax.config import Config
-from ats_jax.config.build import with_settings
+from ats_jax.config.build import resolve, with_settings
+from ats_jax.data.tokens.tokenizer import build_tokenizer
+from ats_jax.step.program import make_program
 from ats_jax.store.paths import parse
 from ats_jax.train.initial_weights import InitialWeights
 from ats_jax.train.loop import train
+from ats_jax.train.open import ResumePoint, restored_or_new
 
 
 def assert_same_tensors(one, other):
@@ -155,6 +165,44 @@ def test_another_folder_begins_again(tmp_path, monkeypatch):
   assert import_folder(other, run, tokenizer="bytes")["resumed"] == 0
   import_folder(other, parse(tmp_path / "whole"), tokenizer="bytes")
   assert_same_arrays((tmp_path / "run", 0), (tmp_path / "whole", 0))
+
+
+def test_a_state_is_built_around_the_weights_of_a_folder(mesh, tmp_path, monkeypatch):
+  """While they are read only their model is alive; what begins with weights begins with them."""
+  folder = make_folder(tmp_path / "hf", dtype=BFLOAT16, num_hidden_layers=6)
+  cfg = config_of(open_model_folder(folder), param_dtype="float32", tokenizer="bytes")
+  cfg = resolve(with_settings(cfg, {"optimizer.ema_decay": 0.5}), 0)
+  program = make_program(cfg)
+  keeps = optax.GradientTransformationExtraArgs(lambda params: params, lambda *args: args[:2])
+  program = dataclasses.replace(
+    program, optimizer=dataclasses.replace(program.optimizer, tx=optax.chain(keeps, keeps))
+  )
+  nbytes = lambda arrays: sum(array.nbytes for array in arrays)
+  read, alive, owners = safetensors_file.Tensor.read, [], []
+  gc.collect()
+  before = nbytes(jax.live_arrays())
+
+  def looks(tensor):
+    alive.append(nbytes(jax.live_arrays()) - before)
+    assert not any(owner() is not None for owner in owners), "a tensor that was read is kept"
+    array = read(tensor)
+    owners.append(weakref.ref(array.base))
+    return array
+
+  monkeypatch.setattr(safetensors_file.Tensor, "read", looks)
+  tokenizer = build_tokenizer(cfg.data, lambda: [])
+  rows = types.SimpleNamespace(info=types.SimpleNamespace(tokenizer=tokenizer))
+  state = restored_or_new(program, ResumePoint(), InitialWeights(parse(folder)), rows)
+  model = jax.tree.leaves(state.model)
+  assert len(owners) == len(open_model_folder(folder).tensors)
+  assert max(alive) <= nbytes(model)
+  own = {array.unsafe_buffer_pointer() for array in model}
+  for tree in (state.ema, *state.opt_state):
+    for array, weight in zip(jax.tree.leaves(tree), model, strict=True):
+      np.testing.assert_array_equal(array, weight)
+      assert array.unsafe_buffer_pointer() not in own, "a step donates the state"
+  types_of = lambda tree: [(x.shape, x.dtype, x.sharding.spec) for x in jax.tree.leaves(tree)]
+  assert types_of(state) == types_of(abstract_like(program.init(abstract=True), mesh))
 
 
 @pytest.mark.thorough

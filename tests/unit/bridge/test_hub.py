@@ -21,12 +21,13 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 # `time.sleep`: how long a download waits before it asks again.
 ASK = """
 import sys, time
+from ats_jax import exits
 from ats_jax.bridge import hub
 time.sleep = lambda secs: None
 for name in sys.argv[1:]:
   try:
     print(hub.local_folder(name))
-  except (ValueError, OSError) as e:
+  except (ValueError, exits.FaultError) as e:
     print(type(e).__name__, str(e).replace("\\n", " "))
 """
 
@@ -148,7 +149,7 @@ def test_the_files_of_a_name_come_once_and_others_are_refused(tmp_path):
   names = ("hf://some/model", f"hf://some/model@{COMMIT}", "hf://some/other")
   *found, lost = ask(endpoint, tmp_path / "home", *names)
   assert found == [folder, folder]
-  assert lost.startswith("OSError hf://some/other: the Hub does not answer")
+  assert lost.startswith("FaultError hf://some/other: the Hub does not answer")
 
 
 @pytest.mark.thorough
@@ -157,7 +158,7 @@ def test_a_connection_that_breaks_is_taken_up_or_said(tmp_path):
   with served(origin) as (server, endpoint):
     server.breaks = 100
     (broken,) = ask(endpoint, tmp_path / "home", "hf://some/model")
-    assert broken.startswith("OSError hf://some/model: the Hub does not answer"), broken
+    assert broken.startswith("FaultError hf://some/model: the Hub does not answer"), broken
     server.breaks = 0
     (folder,) = ask(endpoint, tmp_path / "home", "hf://some/model")
     got = Path(folder, "model.safetensors").read_bytes()

@@ -1,6 +1,10 @@
 """Settings that do nothing without another one: refused, or reset where a flag turns that off."""
 
+import re
+
 import pytest
+from absl.flags import FlagValues
+from commands import called
 from helpers import enabling
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,6 +22,8 @@ from ats_jax.config.names import (
 from ats_jax.config.schema.mixture import Phase
 from ats_jax.config.schema.setting import Table
 from ats_jax.config.tree import updated
+from ats_jax.config.validate import check_given
+from ats_jax.verbs.cli import ConfigFlag
 
 KNOWN = {name: known[0] for name, known in all_settings().items()}
 PAIRS = [
@@ -54,11 +60,25 @@ def another(name):
   return "some" if field.type is str else ("some",)
 
 
+# With these further conditions do not hold.
+FAILING = {
+  "data.phases": ({"weights": {"a": 1.0}, "learning_rate": 1e-3},),
+  "data.tokenizer": "bytes",
+  "data.validation_paths": ("a.txt",),
+}
+
+
 def failing(needs):
-  """A value with which a condition does not hold."""
-  field = KNOWN[needs.setting].field
-  values = (default_of(needs.setting, field), *field.metadata["choices"], 1, 2, False, "", ())
-  return next(v for v in values if not needs.holds(v))
+  """Settings with which a condition does not hold."""
+  field, name = KNOWN[needs.setting].field, needs.setting
+  cast = field.type if field.type in (int, float) else lambda value: value
+  own = [FAILING[name]] if name in FAILING else []
+  words = (default_of(name, field), *field.metadata["choices"], *own)
+  value = next(v for v in (*words, cast(1), cast(2), cast(False), "", ()) if not needs.holds(v))
+  found = {needs.setting: value}
+  if name == "data.phases" and value:
+    found["data.sources"] = Table(a=("a.txt",))
+  return found
 
 
 def kind_of(name):
@@ -66,15 +86,88 @@ def kind_of(name):
   return {f"{known.section.path}.name": known.kinds[0]} if known.kinds else {}
 
 
+def changed(name, settings):
+  """A config with the setting `name` at another value than its default, beside other settings."""
+  config = base_config()
+  config.update_from_flattened_dict(kind_of(name) | settings | {name: another(name)})
+  return config
+
+
 @given(st.sampled_from(PAIRS))
 def test_a_setting_is_refused_where_a_condition_of_it_does_not_hold(pair):
   name, needs = pair
-  config = base_config()
-  config.update_from_flattened_dict(
-    kind_of(name) | enabling(name) | {needs.setting: failing(needs), name: another(name)}
-  )
+  config = changed(name, enabling(name) | failing(needs))
   with pytest.raises(ValueError, match=r"^\S+=.* does nothing with \S+=.*: it needs .* Set that"):
-    from_config_dict(config)
+    check_given(from_config_dict(config), [name])
+
+
+def test_what_a_file_says_may_lose_its_effect_by_what_another_says():
+  """A preset goes with every tokenizer and length; only a flag that is ignored is a mistake."""
+  for name, needs in PAIRS:
+    if needs.of_flags:
+      assert from_config_dict(changed(name, enabling(name) | failing(needs))), name
+
+
+def test_a_flag_that_asks_for_nothing_is_not_ignored():
+  cfg = from_config_dict({"optimizer": {"warmup_steps": 5}})
+  check_given(cfg, ["optimizer.warmup_steps", "optimizer.warmup_fraction", "num_steps"])
+  with pytest.raises(ValueError, match=r"^num_steps=9 does nothing with num_epochs=2.0: .* leave"):
+    check_given(from_config_dict({"num_steps": 9, "num_epochs": 2.0}), ["num_steps"])
+
+
+def test_the_flags_that_a_run_was_begun_with_go_on_with_it():
+  cfg = from_config_dict({"data": {"tokenizer": "bytes", "bpe_vocab_size": 500}})
+  check_given(cfg, ["data.bpe_vocab_size"], lambda: {"data.bpe_vocab_size": 500})
+  with pytest.raises(ValueError, match=r"^data.bpe_vocab_size=500 does nothing with"):
+    check_given(cfg, ["data.bpe_vocab_size"], lambda: {"data.bpe_vocab_size": 2048})
+
+
+def test_a_file_and_a_run_that_goes_on_may_have_what_a_new_flag_may_not(tmp_path):
+  file, run = tmp_path / "own.py", tmp_path / "run"
+  file.write_text(
+    "from ats_jax.config import base_config\n\ndef get_config():\n  config = base_config()\n"
+    "  config.data.tokenizer, config.data.bpe_vocab_size = 'bytes', 500\n  return config\n"
+  )
+  flags = [f"--config={file}", f"--workdir={run}", f"--config.data.paths={tmp_path}/none.txt"]
+  no_text = "none.txt' does not exist"
+  vain = r"data.bpe_vocab_size=\d+ does nothing with data.tokenizer=bytes"
+  for sizes, message in ((), no_text), ((600,), vain), ((500,), no_text), ((), no_text):
+    own = [f"--config.data.bpe_vocab_size={size}" for size in sizes]
+    assert re.search(message, called("train", *flags, *own).error()), sizes
+
+
+@pytest.mark.parametrize(
+  ("flags", "needs"),
+  [
+    ("moe.bias_rate=0.1", "moe.num_experts"),
+    ("mod.capacity=0.5", "mod.routing other than none"),
+    ("moe.num_experts=4 moe.capacity_factor=2.0", "moe.dispatch=capacity"),
+    ("precision.fp8_band=2.0", "precision.fp8"),
+    ("data.tokenizer=bytes data.bpe_vocab_size=500", "data.tokenizer=bpe"),
+    ("num_epochs=2.0 num_steps=9", "num_epochs=0.0"),
+    ("length=budget num_steps=9", "length=given"),
+    ("sample.temperature=0.0 sample.top_k=5", "sample.temperature"),
+    ("mesh.zero=1", "mesh.fsdp, mesh.expert or mesh.context above 1"),
+    ("eval.every_steps=0 checkpoint.keep_best=true", "eval.every_steps"),
+    (
+      "data.validation_fraction=0.0 eval.num_batches=3",
+      "data.validation_fraction, data.validation_paths or data.validation_sets",
+    ),
+    ("data.validation_fraction=0.1 data.validation_paths=a.txt", "no data.validation_paths"),
+    ("optimizer.warmup_steps=5 optimizer.warmup_fraction=0.1", "optimizer.warmup_steps=0"),
+    ("optimizer.weight_decay=0.0 optimizer.decay_embeddings=true", "optimizer.weight_decay"),
+    (
+      "orchestrator.mode=act orchestrator.snapshot_gb=0 orchestrator.snapshot_interval=5",
+      "orchestrator.snapshot_gb",
+    ),
+  ],
+)
+def test_flags_in_vain_are_refused(flags, needs):
+  values = FlagValues()
+  config = ConfigFlag(values)
+  values(["train", *(f"--config.{flag}" for flag in flags.split())])
+  with pytest.raises(ValueError, match=rf" does nothing with \S+: it needs {needs}\. Set that"):
+    assert config.value
 
 
 def test_each_can_have_an_effect_and_the_default_is_always_legal():
@@ -82,7 +175,7 @@ def test_each_can_have_an_effect_and_the_default_is_always_legal():
     config = base_config()
     config.update_from_flattened_dict(kind_of(name) | enabling(name))
     flat = flatten(config.to_dict())
-    assert unmet(name, settings(flat), flat) is None, name
+    assert unmet(name, settings(flat), flat, by_flag=True) is None, name
     assert all(needs.setting in KNOWN for needs in conditions(name, KNOWN[name].field)), name
 
 

@@ -4,7 +4,10 @@ import gzip
 import http.server
 import json
 import os
+import socket
+import sys
 import threading
+import types
 from pathlib import Path
 
 import fsspec
@@ -19,6 +22,7 @@ from ats_jax.data.text import remote
 from ats_jax.data.text.report import Report
 from ats_jax.data.text.source import find_files
 from ats_jax.data.tokens.tokenizer import ByteTokenizer
+from ats_jax.exits import FaultError
 
 
 @pytest.fixture
@@ -67,7 +71,7 @@ def test_a_file_is_copied_once_for_each_version(store, config, tmp_path, monkeyp
 
 def test_what_was_cut_off_is_no_file(store, tmp_path, monkeypatch):
   monkeypatch.setattr(remote.shutil, "copyfileobj", lambda source, copy, _: copy.write(b"half"))
-  with pytest.raises(ValueError, match=r"4 of 9 bytes of .*a\.txt came"):
+  with pytest.raises(FaultError, match=r"cannot be read: OSError: 4 of 9 bytes of .*a\.txt came"):
     find_files(("memory://bucket/d/a.txt",), Report(strict=False), tmp_path)
   monkeypatch.undo()
   (file,) = find_files(("memory://bucket/d/a.txt",), Report(strict=False), tmp_path)
@@ -80,11 +84,41 @@ def test_what_was_cut_off_is_no_file(store, tmp_path, monkeypatch):
     ("memory://bucket/none.txt", "does not exist, or matches no file"),
     ("memory://bucket/d/picture.jpg", "a suffix that says nothing"),
     ("nowhere://bucket/a.txt", "Protocol not known: nowhere"),
+    ("data://x", "^data://x names no files that can be listed: .*Expected a local path"),
+    ("data://text/plain", "^data://text/plain names no files that can be listed"),
+    ("reference://x", "^reference://x: reference:// needs more than an address"),
+    ("zip://a.txt::/nowhere.zip", "^zip://a.txt::/nowhere.zip cannot be read: .* No such file"),
   ],
 )
 def test_what_is_refused(store, tmp_path, path, message):
   with pytest.raises(ValueError, match=message):
     find_files((path,), Report(strict=False), tmp_path)
+
+
+@pytest.mark.parametrize("path", ["a.txt", "*.txt", ""])
+def test_a_server_that_refuses_the_connection(tmp_path, path):
+  with socket.socket() as bound:  # and does not listen
+    bound.bind(("127.0.0.1", 0))
+    url = f"ftp://127.0.0.1:{bound.getsockname()[1]}/{path}"
+    with pytest.raises(FaultError, match=r"^ftp://\S+ cannot be reached: .*refused\. Check"):
+      find_files((url,), Report(strict=False), tmp_path)
+
+
+@pytest.mark.parametrize(
+  ("library", "error"), [("httpx", "HTTPError"), ("httpx2", "HTTPError"), ("ftplib", "Error")]
+)
+def test_errors_of_drivers_that_are_no_errors_of_the_system(tmp_path, monkeypatch, library, error):
+  module = types.ModuleType(library)
+  kind = type(error, (Exception,), {})
+  setattr(module, error, kind)
+  monkeypatch.setitem(sys.modules, library, module)
+
+  def failing(url):
+    raise kind("no route")
+
+  monkeypatch.setattr(fsspec.core, "url_to_fs", failing)
+  with pytest.raises(FaultError, match=rf"^hf://d/a cannot be reached: {error}: no route\. Check"):
+    find_files(("hf://d/a",), Report(strict=False), tmp_path)
 
 
 def test_a_config_may_name_a_store_and_a_driver_that_is_missing_is_named(tmp_path, monkeypatch):
@@ -119,8 +153,8 @@ def test_https(write, config, tmp_path):
     later = path.stat().st_mtime + 2.0  # the server's times are whole seconds
     os.utime(path, (later, later))
     assert texts(url, config) == {"a.jsonl:1": "newer, as long"}
-    with pytest.raises(ValueError, match=r"cannot be read|does not exist"):
+    with pytest.raises(ValueError, match="does not exist"):
       texts(f"http://127.0.0.1:{server.server_port}/none.jsonl", config)
     server.shutdown()
-  with pytest.raises(ValueError, match=r"cannot be read|does not exist"):
+  with pytest.raises(FaultError, match=r"^http://127\.0\.0\.1:\d+/a\.jsonl cannot be reached: "):
     find_files((url,), Report(strict=False), cache.cache_root(str(tmp_path / "other")))

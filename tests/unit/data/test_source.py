@@ -295,6 +295,22 @@ class TestTokenFiles:
     with pytest.raises(ValueError, match="All input files hold token ids"):
       open_datasets(config(paths=(str(path),), tokenizer="bpe"), 0)
 
+  @pytest.mark.parametrize(
+    "header",
+    [
+      "-" * 9000 + "1", "(" * 3000, "[" * 60, "1", "\x00", "{'a' * 9: 1}",
+      "{'descr': ((),), 'fortran_order': False, 'shape': (3,)}",
+      "{'descr': [()], 'fortran_order': False, 'shape': (3,)}",
+      "{'descr': '<u2', 'fortran_order': False, 'shape': (-1,)}",
+      "{'descr': '<u2', 'fortran_order': False, 'shape': (99999999999999999999,)}",
+      "{'descr': '<u2', 'fortran_order': False, 'shape': (3,)}" + " " * 20_000,
+    ],
+  )  # fmt: skip
+  def test_a_hostile_header(self, header, write):
+    start = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little")
+    with pytest.raises(ValueError, match=r"hostile\.npy: .+"):
+      self.documents(write("hostile.npy", start + header.encode()))
+
   def test_a_big_file_is_not_loaded(self, tmp_path):
     size = 2**23
     ids = np.memmap(tmp_path / "big.bin", np.uint16, "w+", shape=size)

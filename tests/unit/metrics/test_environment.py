@@ -15,12 +15,14 @@ def test_the_facts_are_right_and_fit_json(monkeypatch):
   monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=")
   for secret in ("ATS_API_KEY", "ATS_HF_TOKEN", "JAX_PASSWORD", "ATS_Client_Secret"):
     monkeypatch.setenv(secret, "hush-hush")
+  monkeypatch.setenv("JAX_CACHE", "https://me:hush-hush@host/x?sig=hush-hush")
   monkeypatch.setenv("HOME_SWEET_HOME", "not ours")
   facts = json.loads(json.dumps(environment()))
   variables = facts["variables"]
   assert variables["ATS_DEBUG"] == "1" and variables["JAX_TEST_SETTING"] == "x"
   assert variables["XLA_FLAGS"] == "--xla_dump_to="
   assert "hush-hush" not in json.dumps(facts) and "HOME_SWEET_HOME" not in variables
+  assert variables["JAX_CACHE"] == "https://***@host/x?sig=***"
   assert facts["packages"]["jax"] == jax.__version__
   assert facts["packages"]["numpy"] == np.__version__
   assert facts["device_count"] == jax.device_count() and facts["process_count"] == 1

@@ -136,18 +136,24 @@ def test_all_three_take_a_whole_run(tmp_path, monkeypatch, offline):
 
 @pytest.mark.sinks
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
-def test_a_run_goes_on_in_its_own_page(name, tmp_path, offline):
+def test_a_run_goes_on_in_its_own_page(name, tmp_path, offline, monkeypatch):
   import mlflow
 
+  address = "https://me:hush-hush@host/a.txt"
+  monkeypatch.setattr(sys, "argv", ["ats-jax", f"--config.data.paths={address}"])
   for resume_step, steps in ((None, (1, 2, 3, 4)), (2, (3, 4, 5))):
     writer = open_sink(name, tmp_path, resume_step)
-    writer.write_hparams({"num_steps": 5 + (resume_step or 0), "project": ""})
+    writer.write_hparams(
+      {"num_steps": 5 + (resume_step or 0), "project": "", "data.paths": (address,)}
+    )
     for step in steps:
       writer.write_scalars(step, {"train/loss": step + (resume_step or 0)})
     writer.close()
   if name == "wandb":
     runs = {r.run.run_id for r in wandb_records(tmp_path) if r.WhichOneof("record_type") == "run"}
     assert runs == {RUN}
+    files = [file for file in tmp_path.rglob("*") if file.is_file()]
+    assert not any(b"hush-hush" in file.read_bytes() for file in files)
     losses = {s: v for (s, metric), v in wandb_history(tmp_path).items() if metric == "train/loss"}
     assert losses == {1: 1, 2: 2, 3: 5, 4: 6, 5: 7}  # steps that run again replace the old ones
     return
@@ -156,6 +162,7 @@ def test_a_run_goes_on_in_its_own_page(name, tmp_path, offline):
   history = client.get_metric_history(found.info.run_id, "train/loss")
   assert sorted(m.step for m in history) == [1, 2, 3, 3, 4, 4, 5]
   assert found.data.params["num_steps"] == "5"
+  assert found.data.params["data.paths"] == "('https://***@host/a.txt',)"
 
 
 ONLINE = """

@@ -154,10 +154,9 @@ class TestUncaughtErrors:
     ids=["of a closed loop", "of a closed loop in the main thread", "of other code"],
   )
   def test_only_those_of_a_closed_event_loop_are_left_out(
-    self, monkeypatch, make, in_thread, is_shown
+    self, monkeypatch, capsys, make, in_thread, is_shown
   ):
-    shown, error = [], make()
-    monkeypatch.setattr(sys, "__excepthook__", lambda *which: shown.append(which[1]))
+    error = make()
     monkeypatch.delenv("ATS_TRACEBACK", raising=False)
     show = functools.partial(cli._show_uncaught, type(error), error, error.__traceback__)
     if in_thread:
@@ -166,4 +165,9 @@ class TestUncaughtErrors:
       thread.join()
     else:
       show()
-    assert bool(shown) == is_shown
+    assert capsys.readouterr().err.endswith("RuntimeError: Event loop is closed\n") == is_shown
+
+  def test_credentials_are_masked(self, capsys):
+    error = RuntimeError("https://me:hush@host does not answer")
+    cli._show_uncaught(RuntimeError, error, None)
+    assert capsys.readouterr().err == "RuntimeError: https://***@host does not answer\n"

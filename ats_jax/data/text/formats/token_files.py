@@ -14,7 +14,7 @@ from ats_jax.extensions import formats
 # What numpy makes of the header of a damaged file, beside a ValueError.
 _BAD_HEADERS = (
   ValueError, TypeError, SyntaxError, tokenize.TokenError, OverflowError, EOFError, MemoryError,
-  RecursionError,
+  RecursionError, LookupError, AttributeError,
 )  # fmt: skip
 
 
