@@ -12,6 +12,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from ats_jax.config.schema import Config
+from ats_jax.extensions import routers
 from ats_jax.model.layers import MLP, ExpertLinear, gating
 from ats_jax.model.layout import expert_capacity
 from ats_jax.model.numerics import Numerics
@@ -43,7 +44,7 @@ class MoE(nnx.Module):
   def __init__(self, cfg: Config, num: Numerics, rngs: nnx.Rngs):
     moe, d_model = cfg.moe, cfg.model.d_model
     self.cfg, self.num, self.gating = moe, num, gating(cfg.model)
-    self.router = Router(cfg, num, rngs)
+    self.router: Router = routers.find(moe.router)(cfg, num, rngs)
     experts, stream, wide = self.router.num_slots, {"expert_embed": d_model}, {"ff": moe.d_ff}
     std, residual = cfg.model.init_std, residual_std(cfg.model)
     linear = functools.partial(ExpertLinear, experts, num=num, rngs=rngs, bias=moe.expert_bias)

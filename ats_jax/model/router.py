@@ -88,16 +88,7 @@ class Router(nnx.Module):
     """
     moe, valid_BT = self.cfg, ensure_sharding(valid_BT, *STREAM_TOKEN_AXES)
     x_BTD = x_BTD.astype(jnp.promote_types(x_BTD.dtype, jnp.float32))
-    logits_BTE = einsum(
-      "BTD,DE->BTE",
-      x_BTD,
-      self.weight[...].astype(x_BTD.dtype),
-      axes=(*STREAM_TOKEN_AXES, "router"),
-      precision=jax.lax.Precision.HIGHEST,
-    )
-    if self.offset is not None:
-      logits_BTE += self.offset[...]
-    logits_BTE = self._close(x_BTD, logits_BTE / moe.temperature)
+    logits_BTE = self._close(x_BTD, self.logits(x_BTD) / moe.temperature)
     noisy_BTE = logits_BTE
     if moe.noise and noise_key is not None:
       dtype, sharding = logits_BTE.dtype, jax.typeof(logits_BTE).sharding.spec
@@ -110,6 +101,20 @@ class Router(nnx.Module):
     goes_BTK = valid_BT[..., None] & (expert_BTK < self.num_slots)
     routing = Routing(jnp.where(goes_BTK, expert_BTK, self.num_slots), weight_BTK)
     return routing, self._stats(logits_BTE, load_BE, valid_BT)
+
+  def logits(self, x_BTD: jax.Array) -> jax.Array:
+    """The logits [batch, seq, experts] of activations in float32, before the temperature.
+
+    A router of another kind overrides this.
+    """
+    logits_BTE = einsum(
+      "BTD,DE->BTE",
+      x_BTD,
+      self.weight[...].astype(x_BTD.dtype),
+      axes=(*STREAM_TOKEN_AXES, "router"),
+      precision=jax.lax.Precision.HIGHEST,
+    )
+    return logits_BTE if self.offset is None else logits_BTE + self.offset[...]
 
   def _scores(self, logits_BTE: jax.Array) -> jax.Array:
     return jax.nn.softmax(logits_BTE) if self.cfg.score == "softmax" else jax.nn.sigmoid(logits_BTE)

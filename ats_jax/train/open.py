@@ -18,6 +18,7 @@ from ats_jax.data.batch import POSITION
 from ats_jax.data.rows.contract import TrainRows
 from ats_jax.data.sources import open_data, open_eval_sets
 from ats_jax.data.tokens.file import save_tokenizer
+from ats_jax.extensions import losses
 from ats_jax.metrics import logfile
 from ats_jax.metrics.create import create_writer
 from ats_jax.metrics.files import LayerLog
@@ -31,7 +32,7 @@ from ats_jax.metrics.writer import MetricWriter
 from ats_jax.model.layout import stacks
 from ats_jax.orchestrator.no_supervisor import NoSupervisor
 from ats_jax.sharding.mesh import make_mesh, on_mesh
-from ats_jax.step.by_source import pretraining_objective, source_metrics
+from ats_jax.step.by_source import source_metrics
 from ats_jax.step.course import Course
 from ats_jax.step.program import Program, make_program
 from ats_jax.step.sparse_value import sparse_value_metrics
@@ -122,7 +123,7 @@ def open_run(
     mesh = make_mesh(cfg)
     enter(on_mesh(cfg, mesh))
     stop = enter(StopSignal())
-    program = make_program(cfg, pretraining_objective(cfg)).continued(origin.extra)
+    program = make_program(cfg, losses.find(cfg.step.loss)(cfg)).continued(origin.extra)
     batches = enter(
       train_feed(cfg, train_set, origin.extra.get(POSITION), tells=True, on_mesh=True)
     )

@@ -28,7 +28,7 @@ ALLOWED = {
   "data": {"config", "store", "extensions", "exits"},
   "checkpoint": {"config", "store", "exits"},
   "ops": {"config", "sharding"},  # and kernels_*
-  "model": MODEL,
+  "model": MODEL | {"extensions"},
   "step": STEP,
   "planner": STEP | {"step", "metrics"},
   "pytorch": set(),

@@ -124,8 +124,8 @@ class Config:
   )
   extensions: tuple[str, ...] = setting(
     (),
-    "files or modules of yours that add metric writers, schedules, optimizers, data formats and "
-    "orders of rows (docs/guides/extending.md); a workdir keeps them as name#hash",
+    "files or modules of yours that add metric writers, schedules, optimizers, losses, routers, "
+    "data formats and orders of rows (docs/guides/extending.md); a workdir keeps them as name#hash",
     resume="free",
   )
   model: ModelConfig = dataclasses.field(default_factory=ModelConfig)

@@ -6,6 +6,10 @@ from typing import Any, ClassVar
 from ats_jax.config.schema import rules
 from ats_jax.config.schema.exchange import EXCHANGES, Exchange
 from ats_jax.config.schema.setting import section, setting, when
+from ats_jax.extensions import routers
+
+# A router is `(resolved config, numerics, rngs) -> ats_jax.model.router.Router`.
+routers.late("ats_jax.model.router:Router", "linear")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +27,7 @@ class MoEConfig:
   every: int = setting(1, "every n-th layer has experts, the n-th first; 1 = all", low=1)
   dense_first: int = setting(0, "layers without experts at the bottom", low=0)
   dense_last: int = setting(0, "layers without experts at the top", low=0)
+  router: str = setting("linear", "what makes a token's logits of experts", choices=routers)
   score: str = setting(
     "softmax", "what makes scores of the router's logits", choices=("softmax", "sigmoid")
   )

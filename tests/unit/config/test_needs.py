@@ -30,7 +30,7 @@ PAIRS = [
   (name, needs)
   for name, known in KNOWN.items()
   for needs in conditions(name, known.field)
-  if needs.setting != name
+  if needs.setting != name and len(tuple(known.field.metadata["choices"] or "ab")) > 1
 ]
 
 
