@@ -22,6 +22,10 @@ class CheckpointError(ValueError):
   """A checkpoint could not be written, or none that can be trusted was found."""
 
 
+class DeletedError(CheckpointError):
+  """A checkpoint was deleted while it was read: a training beside this process keeps newer ones."""
+
+
 class _DamagedManifestError(CheckpointError):
   """The manifest is not what was written."""
 

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 
 from absl import flags, logging
 
-from ats_jax.checkpoint import load_extra, workdir
 from ats_jax.config.schema.setting import Table
 from ats_jax.config.text import parse_as
 from ats_jax.data.batch import POSITION
@@ -57,7 +56,7 @@ def evaluate_run(
       sets = tuple(EvalSet(name, split(files)) for name, files in by_name.items())
     else:
       train_set, main_set = open_data(cfg.data, cfg.seed)
-      train_set.row_of(load_extra(folder / workdir.CHECKPOINTS, run.step)[POSITION])
+      train_set.row_of(run.extra[POSITION])
       sets = open_eval_sets(cfg.data, main_set)
     if not sets:
       raise ValueError(
