@@ -140,9 +140,9 @@ def check_run(folder: Path, expected: RunIdentity | None) -> None:
   except _DamagedManifestError:
     return
   wanted = dataclasses.asdict(expected)
-  if saved == wanted or (saved and saved["run"] == wanted["run"] and not wanted["settings"]):
+  if saved and expected.has(saved):
     return
-  saved = saved or dict.fromkeys(wanted, "none")
+  saved = dict.fromkeys(wanted, "none") | (saved or {})
   if saved["run"] != wanted["run"]:
     which = f"is of another run: {saved['run']}, expected {wanted['run']}"
   else:

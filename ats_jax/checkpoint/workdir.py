@@ -144,6 +144,16 @@ def load_config(workdir: Path) -> Config:
   return from_config_dict(_read_config(path))
 
 
+def started_in(workdir: Path) -> str:
+  """The current folder of the last start of a run; "an unknown folder" where nothing says it."""
+  try:
+    metadata = paths.parse_json(paths.read(Path(workdir) / METADATA))
+  except (OSError, ValueError):
+    metadata = None
+  folder = metadata.get("folder") if isinstance(metadata, dict) else None
+  return repr(folder) if folder else "an unknown folder"
+
+
 def load_identity(workdir: Path) -> RunIdentity:
   """Return which run a workdir holds.
 
