@@ -113,8 +113,8 @@ def open_run(
     with watchdog.during(READING):
       train_set, valid_set = open_data(cfg.data, cfg.seed)
       eval_sets = open_eval_sets(cfg.data, valid_set)
-    check_same_text(eval_sets, origin.extra.get(HELD_OUT, {}))
     done = rows_read(cfg, train_set, origin.step, origin.extra)
+    check_same_text(eval_sets, origin.extra.get(HELD_OUT, {}))
     cfg, length = with_num_steps(cfg, train_set, done)
     workdir.write_config(folder, cfg)
     cfg = with_changes(cfg, origin.extra.get(CHANGES, {}))
