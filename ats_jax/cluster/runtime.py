@@ -4,7 +4,6 @@ import collections
 import contextlib
 import functools
 import glob
-import importlib
 import os
 import re
 import warnings
@@ -15,7 +14,6 @@ from typing import Any
 
 import jax
 from absl import logging
-from jax._src import compilation_cache as jax_cache  # nothing public reads an entry
 from jax.experimental.compilation_cache import compilation_cache
 
 from ats_jax.config.schema import Config
@@ -132,24 +130,18 @@ def _mend_cache(folder: Path) -> None:
   warnings.showwarning = shown
 
 
-def _unreadable() -> tuple[type[Exception], ...]:
-  """Errors of the compressions that jax may use: zstd, or zlib where that is not installed."""
-  found: list[type[Exception]] = [zlib.error, ValueError]
-  for name in ("compression.zstd", "zstandard"):
-    with contextlib.suppress(ImportError):
-      found.append(importlib.import_module(name).ZstdError)
-  return tuple(found)
-
-
 def _remove_damaged(folder: Path, program: str) -> None:
-  """Remove the entries of a program that cannot be decompressed."""
+  """Remove the entries of a program that cannot be decompressed.
+
+  Those of zstd, which jax uses where it is installed, have no checksum: all of them are removed.
+  """
   for entry in folder.glob(f"{glob.escape(program)}-*-cache"):
     try:
-      jax_cache.decompress_executable(entry.read_bytes())
+      zlib.decompress(entry.read_bytes())
     except FileNotFoundError:  # another process was faster
       continue
-    except _unreadable() as e:
-      logging.warning("%s is damaged (%s): compiled anew and replaced.", entry, e)
+    except zlib.error as e:
+      logging.warning("%s cannot be read (%s): compiled anew and replaced.", entry, e)
       entry.unlink(missing_ok=True)
 
 
