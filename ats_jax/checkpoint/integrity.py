@@ -22,6 +22,10 @@ class CheckpointError(ValueError):
   """A checkpoint could not be written, or none that can be trusted was found."""
 
 
+class DeletedError(CheckpointError):
+  """A checkpoint was deleted while it was read: a training beside this process keeps newer ones."""
+
+
 class _DamagedManifestError(CheckpointError):
   """The manifest is not what was written."""
 
@@ -136,9 +140,9 @@ def check_run(folder: Path, expected: RunIdentity | None) -> None:
   except _DamagedManifestError:
     return
   wanted = dataclasses.asdict(expected)
-  if saved == wanted or (saved and saved["run"] == wanted["run"] and not wanted["settings"]):
+  if saved and expected.has(saved):
     return
-  saved = saved or dict.fromkeys(wanted, "none")
+  saved = dict.fromkeys(wanted, "none") | (saved or {})
   if saved["run"] != wanted["run"]:
     which = f"is of another run: {saved['run']}, expected {wanted['run']}"
   else:

@@ -1,7 +1,8 @@
 """Reading checkpoints. Nothing here changes the folder, so it is safe beside a running training."""
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint._src.metadata import array_metadata_store
 
 from ats_jax.checkpoint import integrity, layout, parted, stream
-from ats_jax.checkpoint.integrity import MANIFEST, CheckpointError
+from ats_jax.checkpoint.integrity import MANIFEST, CheckpointError, DeletedError
 from ats_jax.checkpoint.layout import PyTree, Stacks
 from ats_jax.config.identity import RunIdentity
 from ats_jax.store import paths
@@ -23,6 +24,7 @@ STATE = "state"  # folder of the arrays
 EXTRA = "extra.json"  # what was saved beside them
 SET_ASIDE = ".damaged"
 WENT_BACK = "resume_step"  # beside the checkpoints: the step that the run went back to
+MOST_TRIES = 8  # to read a newest checkpoint that a training deletes meanwhile
 
 
 def committed_steps(directory: Path) -> list[int]:
@@ -48,7 +50,8 @@ def best_step(directory: Path) -> int | None:
     try:
       metric = integrity.read_manifest(directory / str(step))["metric"]
     except CheckpointError as e:
-      logging.warning("checkpoint %d in %s cannot be the best one: %s", step, directory, e)
+      if step in committed_steps(directory):
+        logging.warning("checkpoint %d in %s cannot be the best one: %s", step, directory, e)
       continue
     if metric is not None and math.isfinite(metric):
       metrics[step] = metric
@@ -71,7 +74,9 @@ def restore_tree(
     directory: `workdir/checkpoints`.
     abstract: what to restore, as `jax.ShapeDtypeStruct`s or arrays: shape, dtype and sharding of
       each leaf (`abstract_like`). A leaf without a sharding goes to the first local device.
-    step: a step, "latest" (goes back past damaged ones, with a warning each), or "best".
+    step: a step, "latest" (goes back past damaged ones, with a warning each), or "best". Where a
+      training deletes the chosen one meanwhile, "latest" and "best" choose again, with a line in
+      the log; in a multi-process job they do not, as the processes may be at different arrays.
     subtree: name of the part that `abstract` describes, e.g. "model"; empty = everything.
     run: whose checkpoint it must be; None = anybody's.
     stacks: layers of each stack of `abstract` (`layout.named_arrays`); None = nothing is stacked.
@@ -80,8 +85,8 @@ def restore_tree(
     The step, the restored tree, and the `extra` dict saved with it.
 
   Raises:
-    CheckpointError: if there is no such checkpoint, it is damaged or of another run, or its arrays
-      differ in name, shape or dtype from `abstract`.
+    CheckpointError: if there is no such checkpoint, it is damaged, deleted meanwhile or of another
+      run, or its arrays differ in name, shape or dtype from `abstract`.
   """
 
   def decide() -> int:
@@ -90,9 +95,17 @@ def restore_tree(
       logging.warning("checkpoint %d is damaged: %s. Using %d instead.", bad, what, chosen)
     return chosen
 
-  chosen = process_0_decides(decide)
-  assert chosen is not None
-  return read(directory, chosen, abstract, subtree, stacks)
+  tries = 1 if isinstance(step, int) or jax.process_count() > 1 else MOST_TRIES
+  while True:
+    tries -= 1
+    try:
+      chosen = process_0_decides(decide)
+      assert chosen is not None
+      return read(directory, chosen, abstract, subtree, stacks)
+    except DeletedError as e:
+      if not tries:
+        raise
+      logging.info("%s. Reading the %s one there is now.", e, step)
 
 
 def load_extra(
@@ -104,11 +117,13 @@ def load_extra(
     CheckpointError: if there is no such checkpoint, it is not of this `run` (None = anybody's), or
       its manifest or extra.json is damaged.
   """
-  folder = directory / str(find(directory, step))
-  integrity.check_run(folder, run)
-  if problems := integrity.find_damage(folder, only=[EXTRA]):
-    raise CheckpointError(f"checkpoint {folder} is damaged: {problems[0]}. Choose another step.")
-  extra = paths.parse_json(paths.read(folder / EXTRA))
+  step = find(directory, step)
+  folder = directory / str(step)
+  with _deletion_is_told(directory, step):
+    integrity.check_run(folder, run)
+    if problems := integrity.find_damage(folder, only=[EXTRA]):
+      raise CheckpointError(f"checkpoint {folder} is damaged: {problems[0]}. Choose another step.")
+    extra = paths.parse_json(paths.read(folder / EXTRA))
   if not isinstance(extra, dict):
     raise CheckpointError(f"checkpoint {folder} is damaged: {EXTRA} holds no object.")
   return extra
@@ -143,7 +158,7 @@ def choose_checkpoint(
 
   Raises:
     CheckpointError: if there is no such checkpoint, it is not of this `run`, or there is nothing
-      intact to go back to.
+      intact to go back to; a `DeletedError` if it was deleted meanwhile.
   """
   first = find(directory, step)
   steps = committed_steps(directory) if step == "latest" else [first]
@@ -153,6 +168,8 @@ def choose_checkpoint(
     problems = integrity.find_damage(directory / str(s))
     if not problems:
       return s, damaged
+    if s not in committed_steps(directory):
+      raise _deleted(directory, s)
     damaged[s] = problems[0] + (f" (and {len(problems) - 1} more)" if problems[1:] else "")
   listing = "\n".join(f"  {directory / str(s)}: {what}" for s, what in damaged.items())
   raise CheckpointError(
@@ -169,7 +186,33 @@ def read(
   subtree: str = "",
   stacks: Stacks | None = None,
 ) -> tuple[int, PyTree, dict[str, Any]]:
-  """Restore a step that `choose_checkpoint` returned; see `restore_tree`."""
+  """Restore a step that `choose_checkpoint` returned; see `restore_tree`.
+
+  Raises:
+    CheckpointError: as `restore_tree`; a `DeletedError` if it was deleted meanwhile.
+  """
+  with _deletion_is_told(directory, step):
+    return step, *_read(directory, step, abstract, subtree, stacks)
+
+
+@contextlib.contextmanager
+def _deletion_is_told(directory: Path, step: int) -> Iterator[None]:
+  """Raise a `DeletedError` in place of what Orbax or this module says of a deleted checkpoint."""
+  try:
+    yield
+  except (OSError, ValueError) as e:
+    if step in committed_steps(directory):
+      raise
+    raise _deleted(directory, step) from e
+
+
+def _deleted(directory: Path, step: int) -> DeletedError:
+  return DeletedError(f"checkpoint {step} in {directory} was deleted while it was read")
+
+
+def _read(
+  directory: Path, step: int, abstract: PyTree, subtree: str, stacks: Stacks | None
+) -> tuple[PyTree, dict[str, Any]]:
   folder = directory / str(step)
   wanted = layout.named_arrays(abstract, subtree, stacks)
   saved = integrity.read_manifest(folder)["leaves"]
@@ -192,7 +235,7 @@ def read(
   with paths.fetched(folder / STATE) as local:
     parted.join(local, handler())
     restored = _read_arrays(local, abstract, wanted, anew)
-  return step, restored, load_extra(directory, step)
+  return restored, load_extra(directory, step)
 
 
 def _read_arrays(

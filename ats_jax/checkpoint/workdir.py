@@ -155,6 +155,16 @@ def stored_settings(workdir: Path) -> dict[str, Any]:
   return flatten(_read_config(path)) if path.exists() else {}
 
 
+def started_in(workdir: Path) -> str:
+  """The current folder of the last start of a run; "an unknown folder" where nothing says it."""
+  try:
+    metadata = paths.parse_json(paths.read(Path(workdir) / METADATA))
+  except (OSError, ValueError):
+    metadata = None
+  folder = metadata.get("folder") if isinstance(metadata, dict) else None
+  return repr(folder) if folder else "an unknown folder"
+
+
 def load_identity(workdir: Path) -> RunIdentity:
   """Return which run a workdir holds.
 

@@ -21,11 +21,13 @@ from ats_jax.data.splits import (
   open_datasets,
   open_split,
 )
+from ats_jax.data.text.source import MissingTextError
 from ats_jax.data.tokens.tokenizer import Tokenizer, build_tokenizer
 
 if TYPE_CHECKING:  # imported by runs on a mixture
   from ats_jax.data.rows.schedule import MixturePhase
 
+HELD_OUT = "held_out"  # in a checkpoint, the fingerprints of the evaluation sets by name
 _SHARES = 10_000  # in how many parts sizes are rounded, where they make the weights
 
 
@@ -73,6 +75,21 @@ def open_eval_sets(cfg: DataConfig, main: Rows) -> tuple[EvalSet, ...]:
   return tuple(sets)
 
 
+def check_same_text(sets: Iterable[EvalSet], saved: Mapping[str, str]) -> None:
+  """Compare evaluation sets with those of a checkpoint; a set that one side lacks is not compared.
+
+  Raises:
+    ValueError: if one of the same name is of other text, so that its metrics could not be compared.
+  """
+  for held_out in sets:
+    was, now = saved.get(held_out.name), held_out.dataset.info.fingerprint
+    if was is not None and was != now:
+      raise ValueError(
+        f"the run was evaluated on other text: that of {held_out.prefix} has changed since "
+        f"(fingerprint {was}, now {now}). Restore it, or use another --workdir."
+      )
+
+
 def open_data(cfg: DataConfig, seed: int) -> tuple[TrainRows, Rows]:
   """The training rows and the validation split, of one text or of all sources.
 
@@ -105,7 +122,8 @@ def open_data(cfg: DataConfig, seed: int) -> tuple[TrainRows, Rows]:
     try:
       train[name], held_out[name] = _open(own, seed, tokenizer)
     except ValueError as e:
-      raise ValueError(f"data.sources: {name}: {e}") from e
+      kind = MissingTextError if isinstance(e, MissingTextError) else ValueError
+      raise kind(f"data.sources: {name}: {e}") from e
   largest = max((part.info.tokenizer for part in train.values()), key=lambda t: t.vocab_size)
   schedule = Schedule(
     mixture_phases(cfg, {name: part.info.num_rows for name, part in train.items()}),

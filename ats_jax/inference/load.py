@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -40,12 +40,14 @@ class TrainedRun:
     model: its weights; their average if the run keeps one (`optimizer.ema_decay`).
     tokenizer: the tokenizer of the training.
     program: the compiled functions of its config.
+    extra: JSON that was saved with the checkpoint.
   """
 
   step: int
   model: Decoder
   tokenizer: Tokenizer
   program: Program
+  extra: Mapping[str, Any]
 
   def sampling(self, **given: Any) -> SampleConfig:
     """How the run samples (`sample.*` of its config), with what is given in its place.
@@ -155,25 +157,36 @@ def load_run(folder: Path, step: str = "latest") -> Iterator[TrainedRun]:
     ValueError: if there is no run, no such checkpoint, none that is intact, or one of another run.
   """
   folder = Path(folder)
-  cfg, checkpoints = workdir.load_config(folder), folder / workdir.CHECKPOINTS
-  run = workdir.load_identity(folder)
   chosen = int(step) if step.isdecimal() else step
-  changes = settings_of(checkpoints, chosen, run)
-  cfg = as_data(with_changes(cfg, changes))  # in this order: a checkpoint may name folders too
+  changes = settings_of(folder / workdir.CHECKPOINTS, chosen, workdir.load_identity(folder))
+  with contextlib.ExitStack() as stack:
+    while True:
+      run = _restored(folder, chosen, changes, stack)
+      made_with = run.extra.get(CHANGES, {})
+      if made_with == changes:
+        break
+      # Another checkpoint than the newest of before: that is damaged, or there is a newer one.
+      changes = made_with
+      stack.close()
+    yield run
+
+
+def _restored(
+  folder: Path, step: int | str, changes: Mapping[str, Any], stack: contextlib.ExitStack
+) -> TrainedRun:
+  """The run with the settings that `changes` makes of its own; its mesh is left set in `stack`."""
+  cfg, checkpoints = workdir.load_config(folder), folder / workdir.CHECKPOINTS
+  # In this order: a checkpoint may name folders too.
+  cfg = as_data(with_changes(cfg, changes))
   tokenizer = load_tokenizer(folder / workdir.TOKENIZER)
   cfg = resolve(cfg, tokenizer.vocab_size)
-  with contextlib.ExitStack() as stack:
-    stack.enter_context(runtime.configured(cfg))
-    cfg = fit_devices(cfg, jax.device_count())
-    mesh = make_mesh(cfg)
-    stack.enter_context(on_mesh(cfg, mesh))
-    program = make_program(cfg)
-    part = "ema" if cfg.optimizer.has_average else "model"
-    abstract = abstract_like(getattr(program.init(abstract=True), part), mesh)
-    restored, model, extra = restore_tree(checkpoints, abstract, chosen, part, run, stacks(cfg))
-    if extra.get(CHANGES, {}) != changes:
-      raise ValueError(
-        f"the newest checkpoint in {checkpoints} is damaged, and the one before it was made with "
-        f"other settings. Use --step={restored}."
-      )
-    yield TrainedRun(restored, model, tokenizer, program.continued(extra))
+  stack.enter_context(runtime.configured(cfg))
+  cfg = fit_devices(cfg, jax.device_count())
+  mesh = make_mesh(cfg)
+  stack.enter_context(on_mesh(cfg, mesh))
+  program = make_program(cfg)
+  part = "ema" if cfg.optimizer.has_average else "model"
+  abstract = abstract_like(getattr(program.init(abstract=True), part), mesh)
+  run = workdir.load_identity(folder)
+  restored, model, extra = restore_tree(checkpoints, abstract, step, part, run, stacks(cfg))
+  return TrainedRun(restored, model, tokenizer, program.continued(extra), extra)

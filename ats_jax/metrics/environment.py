@@ -44,6 +44,7 @@ def environment() -> dict[str, Any]:
     "time": datetime.datetime.fromtimestamp(time.time(), datetime.UTC).isoformat(),
     "hostname": socket.gethostname(),
     "platform": platform.platform(),
+    "folder": os.getcwd(),  # where relative paths of the settings begin
     "python": sys.version,
     "packages": {name: _version(name) for name in _PACKAGES},
     "process_count": jax.process_count(),

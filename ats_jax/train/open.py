@@ -16,7 +16,7 @@ from ats_jax.config.identity import RunIdentity
 from ats_jax.config.names import flatten
 from ats_jax.data.batch import POSITION
 from ats_jax.data.rows.contract import TrainRows
-from ats_jax.data.sources import open_data, open_eval_sets
+from ats_jax.data.sources import HELD_OUT, check_same_text, open_data, open_eval_sets
 from ats_jax.data.tokens.file import save_tokenizer
 from ats_jax.extensions import losses
 from ats_jax.metrics import logfile
@@ -115,6 +115,7 @@ def open_run(
       train_set, valid_set = open_data(cfg.data, cfg.seed)
       eval_sets = open_eval_sets(cfg.data, valid_set)
     done = rows_read(cfg, train_set, origin.step, origin.extra)
+    check_same_text(eval_sets, origin.extra.get(HELD_OUT, {}))
     cfg, length = with_num_steps(cfg, train_set, done)
     workdir.write_config(folder, cfg)
     cfg = with_changes(cfg, origin.extra.get(CHANGES, {}))

@@ -14,7 +14,7 @@ from ats_jax.config import Config
 from ats_jax.data.batch import POSITION, Batch
 from ats_jax.data.rows.contract import Rows, TrainRows
 from ats_jax.data.rows.loader import TrainBatches
-from ats_jax.data.sources import EvalSet
+from ats_jax.data.sources import HELD_OUT, EvalSet
 from ats_jax.metrics.goodput import Goodput
 from ats_jax.metrics.rows import read_jsonl
 from ats_jax.metrics.throughput import Throughput
@@ -162,6 +162,7 @@ class Run:
     with self.aside("checkpoint"):
       loss = (self.scores or {}).get("eval/loss")
       extra = self.position() | self.supervisor.saved() | {DEVICES: self.devices}
+      extra[HELD_OUT] = {each.name: each.dataset.info.fingerprint for each in self.eval_sets}
       if locally:
         self.checkpoints.save_locally(self.step, self.state, extra)
       else:

@@ -12,12 +12,13 @@ from collections.abc import Mapping, Sequence
 
 from absl import flags, logging
 
-from ats_jax.checkpoint import load_extra, workdir
+from ats_jax.checkpoint import workdir
 from ats_jax.config.schema.setting import Table
 from ats_jax.config.text import parse_as
 from ats_jax.data.batch import POSITION
 from ats_jax.data.sources import EvalSet, open_data, open_eval_sets
 from ats_jax.data.splits import open_split
+from ats_jax.data.text.source import MissingTextError
 from ats_jax.inference.load import load_run
 from ats_jax.store import paths
 from ats_jax.store.paths import Path
@@ -56,9 +57,15 @@ def evaluate_run(
       split = lambda files: open_split(cfg.data, cfg.seed, files, run.tokenizer)
       sets = tuple(EvalSet(name, split(files)) for name, files in by_name.items())
     else:
-      train_set, main_set = open_data(cfg.data, cfg.seed)
-      train_set.row_of(load_extra(folder / workdir.CHECKPOINTS, run.step)[POSITION])
-      sets = open_eval_sets(cfg.data, main_set)
+      try:
+        train_set, main_set = open_data(cfg.data, cfg.seed)
+        train_set.row_of(run.extra[POSITION])
+        sets = open_eval_sets(cfg.data, main_set)
+      except MissingTextError as e:
+        raise ValueError(
+          f"{e} The config of {folder} names its text as seen from {workdir.started_in(folder)}, "
+          "where the training was started. Evaluate there, or give the text by --paths."
+        ) from e
     if not sets:
       raise ValueError(
         f"evaluation: the validation split is empty, as {folder} was trained without one. Train "

@@ -27,6 +27,7 @@ from ats_jax.exits import DONE, FAULT
 from ats_jax.verbs import cli
 
 NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")  # Kubernetes' rule; it adds to a name
+NAME_IN_SLURM = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")
 LOCAL = flags.FlagValues()
 _PROCESSES = flags.DEFINE_integer(
   "processes", None, "How many, e.g. 2.", lower_bound=1, flag_values=LOCAL
@@ -68,9 +69,11 @@ def submit(word: str, argv: list[str]) -> int:
   """
   scheduler, own = SCHEDULERS[word], OWN_FLAGS[word]
   value: dict[str, Any] = {name: own[name].value for name in own}
-  _check_settings(argv, scheduler.devices(value))
-  workdir = _check_workdir(word, argv, value.get("claim"))
-  asked = Asked(_check_name(value["name"], workdir), argv, shlex.split(value["options"]), value)
+  workdir = _check_settings(argv, scheduler.devices(value))
+  _check_workdir(word, workdir, value.get("claim"))
+  asked = Asked(
+    _check_name(value["name"], workdir, word), argv, shlex.split(value["options"]), value
+  )
   text = templates.render(scheduler.template, scheduler.values(asked))
   command = shlex.split(scheduler.command.replace("OPTIONS", shlex.join(asked.options)))
   if value["dry_run"]:
@@ -93,8 +96,8 @@ def submit(word: str, argv: list[str]) -> int:
   return FAULT if code else DONE
 
 
-def _check_settings(argv: list[str], devices: int) -> None:
-  """Refuse here what `train` would refuse there.
+def _check_settings(argv: list[str], devices: int) -> str:
+  """Refuse here what `train` would refuse there; return the workdir, as `train` reads it.
 
   Raises:
     ValueError: as `train`, and for a mesh that does not fit the devices.
@@ -106,32 +109,38 @@ def _check_settings(argv: list[str], devices: int) -> None:
   cfg = train.asked_for()
   if devices:
     mesh_sizes(cfg, devices)
+  return train.FLAGS["workdir"].value or ""
 
 
-def _check_workdir(word: str, argv: list[str], claim: str | None) -> str:
-  """The workdir, which all machines must share."""
-  given = [w.partition("=")[2] for w in argv if re.match("--?workdir=", w)]
-  workdir = given[-1] if given else ""
+def _check_workdir(word: str, workdir: str, claim: str | None) -> None:
+  """Refuse a workdir that the machines do not share.
+
+  Raises:
+    ValueError: if there is none, or it is lost with its machine.
+  """
   cli.require(workdir, "workdir", "/shared/runs/a")
   on_store = "://" in workdir
-  if word == "slurm" or on_store:
-    return workdir
-  if claim and PurePath(workdir).is_relative_to(CLAIMED):
-    return workdir
+  if word == "slurm" or on_store or (claim and PurePath(workdir).is_relative_to(CLAIMED)):
+    return
   raise ValueError(
     f"--workdir={workdir} would be lost with its machine. Use one on a store, gs://... or s3://..."
     + (f", or --claim and a folder in {CLAIMED}/." if word in ("jobset", "trainjob") else ".")
   )
 
 
-def _check_name(name: str | None, workdir: str) -> str:
+def _check_name(name: str | None, workdir: str, word: str) -> str:
   """The name of the job; that of the workdir as far as it can be one."""
+  of_workdir = name is None
   if name is None:
     name = re.sub("[^a-z0-9]+", "-", PurePath(workdir).name.lower()).strip("-")
-  if not NAME.fullmatch(name):
+  if not (NAME_IN_SLURM if word == "slurm" else NAME).fullmatch(name):
+    start = "a letter or digit" if word == "slurm" else "a letter"
+    begin = f"--name={name} cannot be a job's"
+    if of_workdir:
+      begin = f"{name!r}, made of --workdir={workdir}, cannot be a job's name. Give --name"
     raise ValueError(
-      f"--name={name} cannot be a job's: it has 1 to 40 small letters, digits and hyphens, begins "
-      "with a letter and ends with no hyphen."
+      f"{begin}: it has 1 to 40 small letters, digits and hyphens, begins with {start} and ends "
+      "with no hyphen."
     )
   return name
 

@@ -14,6 +14,7 @@ from ats_jax.exits import DONE, LEFT, REFUSED, STOPPED
 
 POLL_SECS = 0.05
 # A process that is ending closes its connections first: another may see that, and end before it.
+CONNECT_SECS = 5  # to reach a port of this machine
 BLAME_SECS = 3.0
 
 
@@ -114,6 +115,18 @@ def say(text: str) -> None:
 
 
 def _free_port() -> int:
-  with socket.socket() as s:
-    s.bind(("localhost", 0))
-    return s.getsockname()[1]
+  """A port at which processes of this machine reach one another.
+
+  Raises:
+    ValueError: if they cannot, which no restart mends.
+  """
+  try:
+    with socket.create_server(("127.0.0.1", 0)) as s:
+      port = s.getsockname()[1]
+      socket.create_connection(("127.0.0.1", port), timeout=CONNECT_SECS).close()
+      return port
+  except OSError as e:
+    raise ValueError(
+      f"the processes of this machine cannot reach one another at 127.0.0.1: {e.strerror or e}. "
+      "Bring up its loopback interface (`ip link set lo up`)."
+    ) from e

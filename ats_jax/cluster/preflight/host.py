@@ -1,5 +1,6 @@
 """The machine without its GPUs: versions, variables, memory, limits."""
 
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -100,10 +101,14 @@ def nccl_rows(environ: Mapping[str, str], gpus: int) -> list[CheckResult]:
   return [library, check_result("variables", text or "none is set", problems)]
 
 
-def memory_row(limit_file: Path = Path("/sys/fs/cgroup/memory.max")) -> CheckResult:
-  """Memory and processors of the host, or of the container if that has less."""
+def memory_row(root: Path = Path("/")) -> CheckResult:
+  """Memory and processors of the host, or of the container if that has less.
+
+  Args:
+    root: of the file system; another one in tests.
+  """
   memory, cores = psutil.virtual_memory(), len(os.sched_getaffinity(0))
-  limit = container_limit(limit_file)
+  limit = container_limit(root)
   text = f"{cores} of {os.cpu_count()} cores, {memory.total / GIB:,.1f} GiB of memory"
   text += f", {memory.available / GIB:,.1f} GiB available"
   if limit is not None and limit < memory.total:
@@ -115,13 +120,32 @@ def memory_row(limit_file: Path = Path("/sys/fs/cgroup/memory.max")) -> CheckRes
   return check_result("host", text, problems)
 
 
-def container_limit(file: Path) -> int | None:
-  """Bytes that the container may use; None = no limit."""
+def container_limit(root: Path = Path("/")) -> int | None:
+  """Bytes that the control group of this process and those above it may use; None = no limit.
+
+  Version 2 has one hierarchy ("0::/a/b" in /proc/self/cgroup), version 1 one for memory
+  ("5:memory:/a/b"). In a container the group's own folder may be mounted as the root of them.
+  """
   try:
-    text = file.read_text().strip()
+    lines = (root / "proc/self/cgroup").read_text().splitlines()
   except OSError:
     return None
-  return int(text) if text.isdecimal() else None
+  limits = []
+  for line in lines:
+    _, controllers, group = line.split(":", 2)
+    if controllers == "":
+      top, name = root / "sys/fs/cgroup", "memory.max"
+    elif "memory" in controllers.split(","):
+      top, name = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
+    else:
+      continue
+    own = top / group.strip("/")
+    for folder in (own, *own.parents):
+      if folder.is_relative_to(top):
+        with contextlib.suppress(OSError):
+          text = (folder / name).read_text().strip()
+          limits += [int(text)] if text.isdecimal() else []  # "max" = none
+  return min(limits, default=None)
 
 
 def limit_row(limits: Mapping[str, Limit], gpus: int) -> CheckResult:

@@ -24,12 +24,15 @@ class DataConfig:
     (),
     "files, folders or globs, local or gs:// s3:// hf:// https:// (.txt .jsonl "
     ".parquet .arrow .array_record .bin .npy ..., text also as .gz .zst .bz2), or a folder of "
-    "`ats-jax data prepare`; empty = this Python's own standard library sources",
+    "`ats-jax data prepare`; empty = this Python's own standard library sources; on resume the "
+    "same text may have another path",
+    resume="free",
   )
   sources: Table[tuple[str, ...]] = setting(
     Table(),
     "in place of data.paths: sources by name, each with paths as there, whose rows are mixed; on "
     "the command line web=a.txt,web=b.txt,code=src",
+    resume="free",
   )
   mixture: Table[float] = setting(
     Table(),
@@ -60,10 +63,12 @@ class DataConfig:
     needs=_MIXED,
   )
   validation_paths: tuple[str, ...] = setting(
-    (), "the same for validation; empty = hold out a fraction"
+    (), "the same for validation; empty = hold out a fraction", resume="free"
   )
   validation_sets: Table[tuple[str, ...]] = setting(
-    Table(), "more sets to validate on: paths by name; their metrics are eval/NAME/..."
+    Table(),
+    "more sets to validate on: paths by name; their metrics are eval/NAME/...",
+    resume="free",
   )
   validation_fraction: float = setting(
     0.05,

@@ -45,6 +45,10 @@ class SourceFile(NamedTuple):
   sieve: "Sieve | None" = None
 
 
+class MissingTextError(ValueError):
+  """Text that is to be read is not there."""
+
+
 def find_files(
   paths: Sequence[str], report: Report, root: Path | None = None, *, copies: bool = True
 ) -> list[SourceFile]:
@@ -60,8 +64,8 @@ def find_files(
     copies: make them; else what is on a store has its address as its path.
 
   Raises:
-    ValueError: for a path that does not exist, a glob without a match, a file whose suffix says
-      nothing, or no file at all.
+    ValueError: for a path that does not exist or a glob without a match (a `MissingTextError`), a
+      file whose suffix says nothing, or no file at all.
   """
   if not paths:
     return _standard_library(report)
@@ -117,14 +121,16 @@ def _expand(entry: str, report: Report) -> Iterator[tuple[str, str]]:
     matches = sorted(glob.glob(entry, recursive=True))
     matches = [path for path in matches if not os.path.isdir(path)]
     if not matches:
-      raise ValueError(f"paths: the glob {entry!r} matches no file.")
+      raise MissingTextError(
+        f"paths: the glob {entry!r} matches no file (seen from {os.getcwd()!r})."
+      )
     fixed = os.path.dirname(re.split(r"[*?\[]", entry)[0])
     for path in matches:
       if _is_known(path, report):
         yield path, Path(os.path.relpath(path, fixed or ".")).as_posix()
   else:
     named = " Sources with names are given in data.sources." if "=" in entry else ""
-    raise ValueError(f"paths: {entry!r} does not exist (seen from {os.getcwd()!r}).{named}")
+    raise MissingTextError(f"paths: {entry!r} does not exist (seen from {os.getcwd()!r}).{named}")
 
 
 def _expand_remote(

@@ -21,6 +21,8 @@ from ats_jax.checkpoint import (
   integrity,
   layout,
   load_extra,
+  parted,
+  reader,
   restore_tree,
   stream,
 )
@@ -155,6 +157,43 @@ def test_restores_a_part_a_step_or_the_best(checkpoints):
     restore_tree(checkpoints, make_state(0), "best")
   with pytest.raises(CheckpointError, match="no checkpoint in"):
     load_extra(checkpoints / "nowhere")
+
+
+@pytest.mark.parametrize(
+  "step, module, name",
+  [
+    ("latest", integrity, "find_damage"),
+    ("latest", layout, "named_arrays"),
+    ("latest", parted, "join"),
+    ("latest", reader, "load_extra"),
+    ("best", parted, "join"),
+    (3, integrity, "find_damage"),
+    (3, parted, "join"),
+  ],
+)
+def test_a_checkpoint_deleted_while_it_is_read(tmp_path, monkeypatch, caplog, step, module, name):
+  with CheckpointManager(tmp_path, CheckpointConfig(keep=1)) as manager:
+    manager.save(3, make_state(3), {"rows": 300}, metric=2.0, wait=True)
+    original = getattr(module, name)
+
+    def after_training_went_on(*args, **kwargs):
+      monkeypatch.setattr(module, name, original)
+      manager.save(4, make_state(4), {"rows": 400}, metric=1.0, wait=True)
+      return original(*args, **kwargs)
+
+    monkeypatch.setattr(module, name, after_training_went_on)
+    said = f"checkpoint 3 in {tmp_path} was deleted while it was read"
+    if step == 3:
+      with pytest.raises(CheckpointError, match=re.escape(said)):
+        restore_tree(tmp_path, make_state(0), step)
+      return
+    with caplog.at_level("INFO"):
+      chosen, state, extra = restore_tree(tmp_path, make_state(0), step)
+  assert (chosen, extra) == (4, {"rows": 400})
+  assert_same(state, make_state(4))
+  assert [r.getMessage() for r in caplog.records if "checkpoint 3" in r.getMessage()] == [
+    f"{said}. Reading the {step} one there is now."
+  ]
 
 
 def test_state_that_does_not_fit_is_explained(checkpoints):

@@ -8,6 +8,7 @@ import pytest
 
 from ats_jax.checkpoint import workdir
 from ats_jax.config import Config, base_config, from_config_dict
+from ats_jax.config.identity import RunIdentity
 from ats_jax.config.names import to_dict
 
 
@@ -196,6 +197,29 @@ def test_runs_differ(tmp_path):
   assert one.run != other.run and one.settings == other.settings
   seven = claim(tmp_path / "one", config(seed=7))  # no checkpoint yet
   assert seven.run == one.run and seven.settings != one.settings
+
+
+@pytest.mark.parametrize(
+  ("wanted", "saved", "is_same"),
+  [
+    ("2-a", "2-a", True),
+    ("2-a", "2-b", False),
+    ("2-a", "b", True),  # of a version in which fewer settings could change: not comparable
+    ("", "2-b", True),
+    ("2-a", None, True),
+  ],
+)
+def test_settings_are_compared_with_those_of_the_same_selection(wanted, saved, is_same):
+  assert RunIdentity("one", wanted).has({"run": "one", "settings": saved}) == is_same
+  assert not RunIdentity("one", wanted).has({"run": "two", "settings": saved})
+  assert not RunIdentity("one", wanted).has({})
+
+
+def test_text_may_have_another_path(run):
+  before = claim(run, config())
+  assert (
+    claim(run, config(data__paths=("/elsewhere/text",), data__validation_paths=("v",))) == before
+  )
 
 
 def test_a_setting_at_its_default_and_a_whole_number_change_no_hash(tmp_path):

@@ -55,13 +55,40 @@ def test_several_gpus_need_nccl(monkeypatch):
   assert host.nccl_rows({}, 1)[0].verdict is CheckVerdict.NONE
 
 
-def test_the_limit_of_a_container(tmp_path):
-  (tmp_path / "limited").write_text("1073741824\n")
-  (tmp_path / "unlimited").write_text("max\n")
-  row = host.memory_row(tmp_path / "limited")
-  assert "1.0 GiB for this container" in row.found and "Less than 2 GiB" in row.advice
-  assert "container" not in host.memory_row(tmp_path / "unlimited").found
-  assert "container" not in host.memory_row(tmp_path / "none").found
+VERSION_1 = "12:cpu,cpuacct:/a\n5:memory:/a/b\n0::/\n"
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+  ("groups", "limits", "expected"),
+  [
+    ("0::/\n", {"memory.max": GIB}, GIB),
+    ("0::/a/b\n", {"a/b/memory.max": GIB, "memory.max": 2 * GIB}, GIB),
+    ("0::/a/b\n", {"a/b/memory.max": "max", "a/memory.max": 3 * GIB}, 3 * GIB),
+    ("0::/not/mounted\n", {"memory.max": GIB}, GIB),
+    ("0::/\n", {"memory.max": "max"}, None),
+    ("0::/\n", {}, None),
+    ("", {"memory.max": GIB}, None),
+    (VERSION_1, {"memory/a/b/memory.limit_in_bytes": GIB}, GIB),
+    (VERSION_1, {"memory/memory.limit_in_bytes": 2 * GIB}, 2 * GIB),
+    (VERSION_1, {"memory/a/memory.limit_in_bytes": GIB, "cpu/a/memory.limit_in_bytes": 1}, GIB),
+  ],
+)
+def test_the_limit_of_a_control_group(tmp_path, groups, limits, expected):
+  files = {"proc/self/cgroup": groups}
+  files |= {f"sys/fs/cgroup/{name}": f"{limit}\n" for name, limit in limits.items()}
+  for name, text in files.items():
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / name).write_text(text)
+  assert host.container_limit(tmp_path) == expected
+
+
+def test_the_limit_of_a_container_is_shown(monkeypatch):
+  for limit, shown in ((GIB, True), (2**63 - 4096, False), (None, False)):
+    monkeypatch.setattr(host, "container_limit", lambda root, limit=limit: limit)
+    row = host.memory_row()
+    assert ("1.0 GiB for this container" in row.found) == shown
+    assert "Less than 2 GiB" in row.advice or not shown
 
 
 @pytest.mark.parametrize(

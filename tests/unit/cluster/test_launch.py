@@ -1,12 +1,15 @@
 """The launcher with small programs of its own: who is started again, what is passed on."""
 
+import errno
 import os
 import signal
+import socket
 import subprocess
 import sys
 
 import pytest
 
+from ats_jax.cluster.launch import local
 from ats_jax.exits import LEFT, REFUSED, STOPPED
 
 LAUNCH = """
@@ -137,3 +140,17 @@ def test_a_run_that_was_stopped_and_saved_is_not_started_again(tmp_path):
   assert job.returncode == STOPPED and starts(tmp_path, 0) == starts(tmp_path, 1) == 1
   assert (tmp_path / "saved_0").exists() and (tmp_path / "saved_1").exists()
   assert "launch:" not in err
+
+
+@pytest.mark.parametrize("does", ["create_server", "create_connection"])
+def test_a_machine_without_loopback_is_said_before_anything_starts(does, monkeypatch):
+  def refuse(*args, **kwargs):
+    raise OSError(errno.ENETUNREACH, "Network is unreachable")
+
+  monkeypatch.setattr(socket, does, refuse)
+  job = local.Job([sys.executable, "-c", ""], 2)
+  with pytest.raises(
+    ValueError, match=r"127\.0\.0\.1: Network is unreachable\. .*`ip link set lo up`"
+  ):
+    job._start()
+  assert not job.processes

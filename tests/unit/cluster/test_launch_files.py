@@ -65,7 +65,8 @@ def test_what_would_be_refused_there_is_refused_here():
     ("slurm --workdir=/x --config.mesh.fsdp=32", "does not divide the 16 devices"),
     ("slurm --workdir=/x --processes_per_node=3", "does not divide --gpus=8"),
     ("slurm --workdir=/x --name=My_Run", "--name=My_Run cannot be a job's"),
-    ("slurm --workdir=/x/9", "--name=9 cannot be a job's"),
+    ("slurm --workdir /x/-_-", "'', made of --workdir=/x/-_-, cannot be a job's name. Give --name"),
+    ("jobset --workdir gs://b/9 --image=i", "'9', made of --workdir=gs://b/9, cannot be a job's"),
     ("jobset --workdir=gs://b/a", "--image is missing"),
     ("jobset --workdir=/x --image=i", "--workdir=/x would be lost with its machine"),
     ("trainjob --workdir=/x --image=i --claim=c", "or --claim and a folder in /runs/."),
@@ -75,6 +76,23 @@ def test_what_would_be_refused_there_is_refused_here():
     if result.code != REFUSED or message not in result.err or result.out:
       offenders.append((command, result))
   assert not offenders
+
+
+@pytest.mark.parametrize(
+  ("command", "name"),
+  [
+    ("slurm --workdir /shared/runs/a", "a"),
+    ("slurm -workdir /shared/runs/a --config=debug", "a"),
+    ("slurm --workdir=/shared/runs/b --workdir /shared/runs/a", "a"),
+    ("slurm --workdir=/shared/runs/2024-11-26", "2024-11-26"),
+    ("jobset --image=i --workdir gs://b/a", "a"),
+    ("skypilot --workdir gs://b/a", "a"),
+  ],
+)
+def test_a_workdir_is_read_as_train_reads_it(command, name):
+  result = called("launch", *shlex.split(command), "--dry_run")
+  assert result.code == 0 and "submit it by" in result.err
+  assert name in result.out
 
 
 def test_a_scheduler_that_is_not_here_is_said():

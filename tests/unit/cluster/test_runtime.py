@@ -4,9 +4,11 @@ import errno
 import logging
 import os
 import re
+import warnings
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 from commands import Result, forked
 
@@ -24,19 +26,16 @@ def config(**changes) -> Config:
 
 @pytest.fixture(autouse=True)
 def jax_and_environment_stay(monkeypatch):
-  names = (
-    "jax_enable_compilation_cache",
-    "jax_compilation_cache_dir",
-    "jax_persistent_cache_min_compile_time_secs",
-    "jax_persistent_cache_min_entry_size_bytes",
-  )
-  before = {name: getattr(jax.config, name) for name in names}
-  for name in ("XLA_FLAGS", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+  for name in (
+    "XLA_FLAGS",
+    "XLA_PYTHON_CLIENT_MEM_FRACTION",
+    "JAX_COMPILATION_CACHE_DIR",
+    "JAX_ENABLE_COMPILATION_CACHE",
+  ):
     monkeypatch.setenv(name, "")  # so that it is put back
     monkeypatch.delenv(name)
-  yield
-  for name, value in before.items():
-    jax.config.update(name, value)
+  with runtime.configured(config(compilation_cache="off")):  # which puts back what it finds
+    yield
 
 
 class TestConfigure:
@@ -63,6 +62,82 @@ class TestConfigure:
     monkeypatch.setenv("XDG_CACHE_HOME", "")
     assert runtime.cache_folder(config()) == Path.home() / ".cache" / "ats_jax" / "xla"
     assert runtime.cache_folder(config(compilation_cache="~/c")) == Path.home() / "c"
+
+  @pytest.mark.parametrize(
+    ("variable", "setting", "where"),
+    [
+      ({"JAX_COMPILATION_CACHE_DIR": "{tmp}/mine"}, "auto", "{tmp}/mine"),
+      ({"JAX_COMPILATION_CACHE_DIR": "{tmp}/mine"}, "{tmp}/set", "{tmp}/set"),
+      ({"JAX_COMPILATION_CACHE_DIR": "{tmp}/mine"}, "off", "off"),
+      ({"JAX_ENABLE_COMPILATION_CACHE": "0"}, "auto", "off, as JAX_ENABLE_COMPILATION_CACHE says"),
+      ({"JAX_ENABLE_COMPILATION_CACHE": "False"}, "{tmp}/set", "{tmp}/set"),
+      ({"JAX_ENABLE_COMPILATION_CACHE": "true"}, "auto", "{tmp}/ats_jax/xla"),
+    ],
+  )
+  def test_variables_of_the_cache(self, monkeypatch, tmp_path, variable, setting, where):
+    filled = lambda text: text.format(tmp=tmp_path)
+    for name, value in {"XDG_CACHE_HOME": "{tmp}", **variable}.items():
+      monkeypatch.setenv(name, filled(value))
+    cfg = config(compilation_cache=filled(setting))
+    runtime.configure(cfg)
+    assert runtime.cache_use(cfg).partition(", 0")[0] == filled(where)
+    assert jax.config.jax_enable_compilation_cache == (not where.startswith("off"))
+
+  def test_a_cache_on_a_store(self, monkeypatch):
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "gs://bucket/xla")
+    with pytest.raises(ValueError, match=r"JAX_COMPILATION_CACHE_DIR=gs://bucket/xla: .* Unset"):
+      runtime.configure(config())
+
+  @pytest.mark.parametrize(
+    ("option", "value"),
+    [
+      ("jax_disable_jit", True),
+      ("jax_numpy_rank_promotion", "raise"),
+      ("jax_numpy_rank_promotion", "warn"),
+      ("jax_numpy_dtype_promotion", "strict"),
+    ],
+  )
+  def test_a_switch_for_debugging_is_named(self, option, value):
+    before = getattr(jax.config, option)
+    jax.config.update(option, value)
+    try:
+      with pytest.raises(ValueError, match=f"{option.upper()} is {value}: .* Unset the variable"):
+        runtime.configure(config())
+    finally:
+      jax.config.update(option, getattr(before, "value", before))
+
+  def test_what_changes_a_run_is_named(self, caplog):
+    jax.config.update("jax_default_matmul_precision", "float32")
+    try:
+      runtime.configure(config(compilation_cache="off"))
+    finally:
+      jax.config.update("jax_default_matmul_precision", None)
+    assert "JAX_DEFAULT_MATMUL_PRECISION is float32: it changes what is computed." in caplog.text
+
+  def test_random_keys_are_of_one_kind_in_any_shell(self):
+    jax.config.update("jax_default_prng_impl", "rbg")
+    with runtime.configured(config(compilation_cache="off")):
+      assert str(jax.random.key_impl(jax.random.key(0))) == "threefry2x32"
+    assert jax.config.jax_default_prng_impl == "rbg"
+
+  @pytest.mark.parametrize("length", [0, 50])
+  def test_a_cut_entry_of_the_cache_is_replaced(self, tmp_path, length):
+    def use():
+      jax.clear_caches()
+      jax.jit(lambda x: x * 7 + 1)(np.float32(1))
+
+    whole, cut = (lambda: {p: p.read_bytes() for p in tmp_path.glob("*-cache")}), {}
+    with warnings.catch_warnings():
+      warnings.simplefilter("always")
+      runtime.configure(config(compilation_cache=str(tmp_path)))
+      use()
+      sizes = {path: len(data) for path, data in whole().items()}
+      cut = next(path for path in sizes if "lambda" in path.name)
+      cut.write_bytes(cut.read_bytes()[:length])
+      (tmp_path / "jit_other-1-cache").write_bytes(b"of another program")
+      use()
+    assert len(cut.read_bytes()) > length
+    assert (tmp_path / "jit_other-1-cache").read_bytes() == b"of another program"
 
   def test_how_the_cache_was_used(self, tmp_path):
     cfg = config(compilation_cache=str(tmp_path))

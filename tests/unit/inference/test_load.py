@@ -10,6 +10,7 @@ from ats_jax.checkpoint import integrity, workdir
 from ats_jax.cluster import runtime
 from ats_jax.config import base_config, from_config_dict
 from ats_jax.config.tree import edited
+from ats_jax.inference import load
 from ats_jax.inference.load import fit_devices, load_run
 from ats_jax.train.loop import train
 
@@ -99,6 +100,14 @@ def test_neither_a_workdir_nor_a_checkpoint_names_a_cache_or_an_option(trained, 
   with load_run(trained) as run:  # without a cache
     assert run.program.cfg.compilation_cache == "off"
     assert not jax.config.jax_enable_compilation_cache
+
+
+def test_a_checkpoint_is_used_with_the_settings_that_it_was_made_with(trained, monkeypatch):
+  # Those of the newest one, which was then damaged, or deleted by the training.
+  rate = [tiny_config().optimizer.learning_rate, 0.5]
+  monkeypatch.setattr(load, "settings_of", lambda *_: {"optimizer.learning_rate": rate})
+  with load_run(trained) as run:
+    assert (run.step, run.program.cfg.optimizer.learning_rate) == (1, rate[0])
 
 
 def base():

@@ -14,8 +14,9 @@ import pytest
 from helpers import named_leaves, tiny_config
 from train_helpers import assert_same, logged, on_texts
 
-from ats_jax.checkpoint import CheckpointManager, abstract_like, workdir
+from ats_jax.checkpoint import CheckpointManager, abstract_like, load_extra, workdir
 from ats_jax.config.schema import CheckpointConfig
+from ats_jax.data.sources import HELD_OUT, check_same_text, open_data, open_eval_sets
 from ats_jax.data.splits import open_datasets
 from ats_jax.inference.load import load_run
 from ats_jax.orchestrator.no_supervisor import NoSupervisor
@@ -117,6 +118,33 @@ def test_another_batch_size_goes_on_with_the_next_row(config, interrupted, no_st
     assert run.cfg.num_steps == 3 + math.ceil(left / (2 * was))
   assert f"data.batch_size: {was} -> {2 * was}" in caplog.text
   assert f"run: 3 steps read {3 * was} rows; {run.cfg.num_steps - 3} more steps x" in caplog.text
+
+
+def test_the_same_text_may_have_another_path(config, interrupted, no_step, tmp_path, caplog):
+  (old,) = config().data.paths
+  moved = shutil.copytree(old, tmp_path / "moved")
+  with (
+    caplog.at_level("INFO", logger="absl"),
+    opened(config(data__paths=(str(moved),), **TRAINED), interrupted) as run,
+  ):
+    assert run.step == 3
+  assert f"data.paths: {(old,)!r} -> {(str(moved),)!r}" in caplog.text
+  sorted(moved.iterdir())[0].write_text("other text")
+  with (
+    pytest.raises(ValueError, match="the run was trained on other data"),
+    opened(config(data__paths=(str(moved),), **TRAINED), interrupted),
+  ):
+    pass
+
+
+def test_held_out_text_is_compared_too(config, trained):
+  extra = load_extra(trained[0] / "checkpoints", 3)
+  sets = open_eval_sets(config().data, open_data(config().data, config().seed)[1])
+  assert extra[HELD_OUT] and [each.name for each in sets] == list(extra[HELD_OUT])
+  for saved in (extra[HELD_OUT], {}, {"of a set that is gone": "1"}):
+    check_same_text(sets, saved)
+  with pytest.raises(ValueError, match="evaluated on other text: that of eval/ has changed"):
+    check_same_text(sets, {"": "1"})
 
 
 def test_a_run_goes_back_to_a_checkpoint_once(config, trained, tmp_path, no_step, caplog):

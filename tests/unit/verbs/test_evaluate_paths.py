@@ -1,7 +1,11 @@
 """`evaluate --paths`: files, or sets of them by name."""
 
+import json
+from pathlib import Path
+
 import pytest
 
+from ats_jax.checkpoint import workdir
 from ats_jax.verbs.evaluate import parse_paths
 
 
@@ -26,3 +30,19 @@ def test_paths_and_sets(text, found, tmp_path, monkeypatch):
 def test_some_without_a_name(text):
   with pytest.raises(ValueError, match=r"'a\.txt' (has no name|is not name=value)"):
     parse_paths(text)
+
+
+@pytest.mark.parametrize(
+  ("metadata", "says"),
+  [
+    (json.dumps({"folder": "/home/a"}), "'/home/a'"),
+    (json.dumps({}), "an unknown folder"),
+    ("[]", "an unknown folder"),
+    ("{", "an unknown folder"),
+    (None, "an unknown folder"),
+  ],
+)
+def test_where_a_run_was_started(metadata, says, tmp_path):
+  if metadata is not None:
+    Path(tmp_path / workdir.METADATA).write_text(metadata)
+  assert workdir.started_in(tmp_path) == says
