@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -51,12 +51,36 @@ class Checked(NamedTuple):
   marked: Any
 
 
+class Codec(Protocol):
+  """How a field of a state holds numbers as codes, beside their scales in another field.
+
+  Codes have the shape of the parameter, scales another last dimension. `optax.MaskedNode` among the
+  scales stands for an array that is not coded. A codec is hashable: it is static in programs.
+
+  Attributes:
+    field: the field of the state with the codes.
+    scales: the one with the scales.
+  """
+
+  field: str
+  scales: str
+
+  def decode(self, codes: jax.Array, scale: jax.Array) -> jax.Array:
+    """The numbers, float32, of codes [..., n] and their scales."""
+    ...
+
+  def encode(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Codes and scales of numbers [..., n], which depend on the last dimension alone."""
+    ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
   """A transformation of gradients, and what the rest of the system may know about it.
 
   Its state for each parameter is in trees like the model, anywhere in `opt_state`. Code that edits
-  the experts of a model edits these trees too (`per_parameter`); it needs to know only `squares`.
+  the experts of a model edits these trees too (`per_parameter`); it needs to know only
+  `squares` and `codecs`.
 
   Attributes:
     tx: gradients to directions of descent of unit learning rate; parameters move by -lr times them.
@@ -74,6 +98,7 @@ class Optimizer:
     squares: names of the fields of its state that hold averages of squares. They are never
       negative, and must not be 0 in a row that is reset late in a run. All other fields are
       averages of gradients, which are reset to 0.
+    codecs: of the fields of its state whose numbers are coded.
   """
 
   tx: optax.GradientTransformationExtraArgs
@@ -83,6 +108,7 @@ class Optimizer:
   check: Check | None = None
   refit: Callable[[optax.OptState], optax.OptState] | None = None
   squares: frozenset[str] = frozenset()
+  codecs: tuple[Codec, ...] = ()
 
   def update(self, params: Any, grads: Any, opt_state: optax.OptState, lr: jax.Array) -> Moved:
     """Move parameters by a learning rate, in one pass if there is one."""

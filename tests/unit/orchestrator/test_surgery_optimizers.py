@@ -50,13 +50,14 @@ def test_rows_go_with_their_experts(mesh):
   opt_state = TX.init(trainable(state.model))
   state = dataclasses.replace(state, opt_state=jax.tree.map(ones, opt_state))
   was = named_leaves(state.opt_state)
-  rows = surgery._kept_rows(state, find_layer(CFG, LAYER).block)
+  rows = surgery._kept_rows(state, find_layer(CFG, LAYER).block, ())
   assert {name: sum(n == name for n, *_ in rows) for name in KEEPS} == KEEPS
 
   state = AddExpert(LAYER, EXPERT).apply(state, CFG)
   twin = int(view_experts(CFG, state, LAYER).twin[EXPERT])
   halved = {
-    id(array): axis for _, array, axis in surgery._kept_rows(state, find_layer(CFG, LAYER).block)
+    id(array): axis
+    for _, array, axis in surgery._kept_rows(state, find_layer(CFG, LAYER).block, ())
   }
   for _, tree in per_parameter(state.opt_state):
     for param in params_of(tree):
@@ -69,7 +70,7 @@ def test_rows_go_with_their_experts(mesh):
   assert named_leaves(state.opt_state).keys() == was.keys()
 
   state = ReopenExpert(LAYER, twin).apply(PruneExpert(LAYER, twin).apply(state, CFG), CFG)
-  for name, array, axis in surgery._kept_rows(state, find_layer(CFG, LAYER).block):
+  for name, array, axis in surgery._kept_rows(state, find_layer(CFG, LAYER).block, ()):
     row = np.moveaxis(np.asarray(array[...]), 1 + axis, 0)[twin]
     # Of Adam's squares the mean over the others, one of which was halved; else 0.
     np.testing.assert_allclose(row, (0.5 + 1 + 1) / 3 if name == "nu" else 0.0, rtol=1e-6)
