@@ -48,8 +48,10 @@ def memory_savings(cfg: Config, devices: int, plan: dict[str, Any]) -> list[Memo
   tries += [{"step.accum_steps": n * cfg.step.accum_steps} for n in (2, 4, 8)]
   if cfg.precision.param_dtype == "float32":
     tries.append({"precision.param_dtype": "bfloat16"})
-  if "float32" in cfg.optimizer.formats().values():
-    tries.append({f"optimizer.{name}_dtype": "bfloat16" for name in cfg.optimizer.formats()})
+  named = [f"{name}_dtype" for name in cfg.optimizer.formats()]
+  dtypes = {name: getattr(cfg.optimizer, name) for name in named if hasattr(cfg.optimizer, name)}
+  if "float32" in dtypes.values():
+    tries.append({f"optimizer.{name}": "bfloat16" for name in dtypes})
   savings = []
   for settings in tries:
     try:

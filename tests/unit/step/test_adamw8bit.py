@@ -11,10 +11,13 @@ import pytest
 from flax import nnx
 from helpers import assert_trees_close, thorough_but, tiny_config
 
-from ats_jax.config import base_config, from_config_dict
+from ats_jax.config import from_config_dict
+from ats_jax.config.presets import preset
 from ats_jax.model.param import Param, Role, params_of
 from ats_jax.ops import dynamic_map
 from ats_jax.planner.abstract import abstract_mesh, abstract_state, resolve_without_data
+from ats_jax.planner.advice import memory_savings
+from ats_jax.planner.describe import describe
 from ats_jax.planner.memory import state_memory
 from ats_jax.sharding.mesh import on_mesh
 from ats_jax.step.optimizers import build_optimizer
@@ -419,25 +422,29 @@ def test_a_loss_is_nearly_that_of_adamw():
   assert drop > 0.5 and abs(apart) < 0.01 * drop, (drop, apart)
 
 
-def test_moments_of_llama_8b_take_two_bytes_a_parameter():
-  shape = {
-    "vocab_size": 128_256, "num_layers": 32, "d_model": 4096, "num_heads": 32, "num_kv_heads": 8,
-    "d_ff": 14_336, "tie_embeddings": False,
-  }  # fmt: skip
-  config_dict = base_config()
-  config_dict.update({"model": shape, "optimizer": {"name": "adamw8bit"}})
-  cfg = resolve_without_data(from_config_dict(config_dict))
+def test_moments_of_8b_parameters_take_two_bytes_each():
+  """But for embedding, norms and head."""
+  settings = preset("llama_7b")
+  settings.optimizer.name = "adamw8bit"
+  cfg = resolve_without_data(from_config_dict(settings))
   with on_mesh(cfg, abstract_mesh(cfg, 1)):
     state = abstract_state(cfg)
     parts = state_memory(cfg, state)
-  moments = sum(parts[name] for name in ("mu", "nu", "mu_scale", "nu_scale"))
-  assert 22e9 < moments <= 23e9
+  assert 8.02e9 < sum(p.size for p in params_of(state.model)) < 8.04e9
+  fields = cfg.optimizer.formats()
+  assert 22e9 < sum(parts[name] for name in fields) <= 23e9
   of_role = {}
-  for param, code in zip(params_of(state.model), params_of(state.opt_state[1].mu), strict=True):
-    of_role.setdefault(param.role, set()).add(str(code.dtype))
-  assert of_role == {
-    Role.MATRIX: {"uint8"},
-    Role.EMBEDDING: {"float32"},
-    Role.HEAD: {"float32"},
-    Role.NORM: {"float32"},
-  }
+  kept = state_of(Adam8bitState, state.opt_state)
+  for param, codes in zip(params_of(state.model), params_of(kept.mu), strict=True):
+    of_role.setdefault(param.role, set()).add(str(codes.dtype))
+  in_float32 = {role: {"float32"} for role in (Role.EMBEDDING, Role.HEAD, Role.NORM)}
+  assert of_role == {Role.MATRIX: {"uint8"}} | in_float32
+
+
+def test_a_plan_names_formats_and_advises_what_there_is():
+  cfg = config()
+  plan = describe(cfg, 1)
+  assert plan["run"]["formats"].items() >= cfg.optimizer.formats().items()
+  assert "moments uint8 and float32;" in canonical.program(cfg).facts()["formats"]
+  advice = [name for saving in memory_savings(cfg, 1, plan) for name in saving.settings]
+  assert advice and not any(name.startswith("optimizer.") for name in advice)
