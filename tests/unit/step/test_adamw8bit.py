@@ -442,7 +442,7 @@ def test_moments_of_8b_parameters_take_two_bytes_each():
 
 
 def test_a_plan_names_formats_and_advises_what_there_is():
-  cfg = config()
+  cfg = tiny_config({"optimizer.name": "adamw8bit", "model.vocab_size": 259})
   plan = describe(cfg, 1)
   assert plan["run"]["formats"].items() >= cfg.optimizer.formats().items()
   assert "moments uint8 and float32;" in canonical.program(cfg).facts()["formats"]
