@@ -175,7 +175,7 @@ class AdamW8bit(AllByAdam):
 
   def formats(self) -> dict[str, str]:
     """Of the codes of matrices and their scales; other moments are float32."""
-    return dict.fromkeys(("mu", "nu"), "uint8") | dict.fromkeys(("mu_scale", "nu_scale"), "float32")
+    return {"mu": "uint8", "nu": "uint8", "mu_scale": "float32", "nu_scale": "float32"}
 
 
 @dataclasses.dataclass(frozen=True)

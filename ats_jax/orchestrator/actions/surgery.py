@@ -219,8 +219,9 @@ def _kept_rows(
       if name in is_scale or not jax.tree.leaves(array):
         continue
       if array.shape[leading] == param.shape[leading]:
-        in_codes = codec is not None and jax.tree.leaves(scale)
-        rows.append((name, _Coded(codec, array, scale) if in_codes else array, axis))
+        if codec is not None and jax.tree.leaves(scale):
+          array = _Coded(codec, array, scale)
+        rows.append((name, array, axis))
   return rows
 
 

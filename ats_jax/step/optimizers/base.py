@@ -56,21 +56,24 @@ class Codec(Protocol):
 
   Codes have the shape of the parameter, scales another last dimension. `optax.MaskedNode` among the
   scales stands for an array that is not coded. A codec is hashable: it is static in programs.
-
-  Attributes:
-    field: the field of the state with the codes.
-    scales: the one with the scales.
   """
 
-  field: str
-  scales: str
+  @property
+  def field(self) -> str:
+    """The field of the state with the codes."""
+    ...
 
-  def decode(self, codes: jax.Array, scale: jax.Array) -> jax.Array:
+  @property
+  def scales(self) -> str:
+    """The field with the scales."""
+    ...
+
+  def decode(self, codes: jax.Array, scale: jax.Array, /) -> jax.Array:
     """The numbers, float32, of codes [..., n] and their scales."""
     ...
 
-  def encode(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Codes and scales of numbers [..., n], which depend on the last dimension alone."""
+  def encode(self, x: jax.Array, /) -> tuple[jax.Array, jax.Array]:
+    """Codes and scales of numbers [..., n], row by row along the last dimension."""
     ...
 
 
