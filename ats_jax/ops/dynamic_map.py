@@ -42,7 +42,7 @@ class _Map(NamedTuple):
     top: the least number that is nearest to 1.
   """
 
-  starts: tuple[int, ...]
+  starts: tuple[float, ...]
   units: tuple[float, ...]
   edges: tuple[float, ...]
   cells: tuple[float, ...]
@@ -59,7 +59,7 @@ def _map(first: int) -> _Map:
   begins = [(0.1 + 0.45 / 2**e) * size for e, size in zip(decades, sizes, strict=True)]
   edges = [0.5 * (a + b) for a, b in zip([0.0, *ends], [*begins, 1.0], strict=True)]
   cells = [2**e / (0.9 * size) for e, size in zip(decades, sizes, strict=True)]
-  starts = [2**e for e in decades]
+  starts = [2.0**e for e in decades]
   return _Map(tuple(starts), tuple(units), tuple(edges[:-1]), tuple(cells), edges[-1])
 
 
@@ -73,11 +73,13 @@ def _select(x: jax.Array, edges: tuple[float, ...], values: tuple[float, ...]) -
 
 def _value(number: jax.Array, first: int) -> jax.Array:
   """The positive value of a number, int32."""
-  of = _map(first)
-  start = _select(number, of.starts, of.starts)
-  unit = _select(number, of.starts, of.units)
+  of, x = _map(first), number.astype(jnp.float32)
+  unit = _select(x, of.starts, of.units)
+  # The power of two below, by the bits of the exponent.
+  exponent = jax.lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0xFF << 23)
+  start = jax.lax.bitcast_convert_type(exponent, jnp.float32)
   # An integer of at most 12 bits times a constant: one rounding, whatever XLA fuses it with.
-  value = (18.0 * number.astype(jnp.float32) + 9.0 - 16.0 * start) * unit
+  value = (18.0 * x + 9.0 - 16.0 * start) * unit
   return jnp.where(number == 2 ** (first + DECADES), 1.0, value)
 
 
