@@ -192,11 +192,10 @@ def scale_by_adam8bit(settings: AdamW8bit) -> optax.GradientTransformation:
   def init(params):
     def new(param: Param) -> Moments:
       x: Any = param[...]
-      if not is_coded(settings, param):
-        zeros = jnp.zeros_like(x, FLOAT32)
-        return Moments(zeros, zeros, optax.MaskedNode(), optax.MaskedNode())
-      codes, scale = jnp.zeros_like(x, jnp.uint8), blocks.zeros(x, block)
-      return Moments(codes, codes, scale, scale)
+      in_codes = is_coded(settings, param)
+      zeros = lambda: jnp.zeros_like(x, jnp.uint8 if in_codes else jnp.float32)
+      scales = lambda: blocks.zeros(x, block) if in_codes else optax.MaskedNode()
+      return Moments(zeros(), zeros(), scales(), scales())  # each of its own, to be donated
 
     return Adam8bitState(jnp.zeros((), jnp.int32), *_by_field(per_param(new, params), params))
 
