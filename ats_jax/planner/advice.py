@@ -2,7 +2,6 @@
 
 from typing import Any, NamedTuple
 
-from ats_jax.config.names import flatten
 from ats_jax.config.schema import Config
 from ats_jax.config.validate import validate
 from ats_jax.metrics.memory import GIB
@@ -49,9 +48,10 @@ def memory_savings(cfg: Config, devices: int, plan: dict[str, Any]) -> list[Memo
   tries += [{"step.accum_steps": n * cfg.step.accum_steps} for n in (2, 4, 8)]
   if cfg.precision.param_dtype == "float32":
     tries.append({"precision.param_dtype": "bfloat16"})
-  formats = {f"optimizer.{name}_dtype": dtype for name, dtype in cfg.optimizer.formats().items()}
-  if "float32" in formats.values() and formats.keys() <= flatten(cfg).keys():
-    tries.append(dict.fromkeys(formats, "bfloat16"))
+  named = [f"{name}_dtype" for name in cfg.optimizer.formats()]
+  dtypes = {name: getattr(cfg.optimizer, name) for name in named if hasattr(cfg.optimizer, name)}
+  if "float32" in dtypes.values():
+    tries.append({f"optimizer.{name}": "bfloat16" for name in dtypes})
   savings = []
   for settings in tries:
     try:

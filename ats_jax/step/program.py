@@ -108,7 +108,7 @@ class Program:
     cfg = self.cfg
     p = cfg.precision
     facts = {c.op: f"{c.implementation} ({c.reason})" for c in self.choices}
-    formats = cfg.optimizer.formats().values()
+    formats = dict.fromkeys(cfg.optimizer.formats().values())
     moments = f"moments {' and '.join(formats)}; " if formats else ""
     facts["formats"] = (
       f"parameters {p.param_dtype}, matmuls {p.compute_dtype}, "

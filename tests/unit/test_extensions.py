@@ -377,7 +377,7 @@ def test_what_is_built_in_belongs_to_no_file_that_is_loaded_first(tmp_path):
 def test_what_is_built_in_is_registered_alike():
   assert {"console", "jsonl", "csv", "tensorboard", "clu"} <= set(extensions.writers)
   assert {"cosine", "linear", "wsd", "constant", "rex", "one_cycle"} == set(extensions.schedules)
-  assert {"adamw", "muon", "lion", "optax"} <= set(extensions.optimizers)
+  assert {"adamw", "adamw8bit", "muon", "lion", "optax"} <= set(extensions.optimizers)
   assert ".jsonl" in extensions.formats
   assert list(extensions.orders) == ["shuffled", "buckets", "length", "difficulty"]
   for registry in (

@@ -167,17 +167,9 @@ class WithAdam(OptimizerConfig):
       )
 
 
-@OPTIMIZERS.of_part("ats_jax.step.optimizers.adamw:adamw")
 @dataclasses.dataclass(frozen=True)
-class AdamW(WithAdam):
-  """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101)."""
-
-  mu_dtype: str = setting("float32", "format of the first moment", choices=("float32", "bfloat16"))
-  nu_dtype: str = setting("float32", "format of the second moment", choices=("float32", "bfloat16"))
-
-  def formats(self) -> dict[str, str]:
-    """The dtypes of the two moments."""
-    return {"mu": self.mu_dtype, "nu": self.nu_dtype}
+class AllByAdam(WithAdam):
+  """An optimizer by which all parameters go by Adam."""
 
   def for_larger_batches(self, by: int) -> dict[str, Any]:
     """The rate times sqrt(by) (Malladi et al. 2022, arXiv:2205.10287); times in tokens stay.
@@ -190,6 +182,37 @@ class AdamW(WithAdam):
       "b2": self.b2**by,
       "weight_decay": math.sqrt(by) * self.weight_decay,
     }
+
+
+@OPTIMIZERS.of_part("ats_jax.step.optimizers.adamw:adamw")
+@dataclasses.dataclass(frozen=True)
+class AdamW(AllByAdam):
+  """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101)."""
+
+  mu_dtype: str = setting("float32", "format of the first moment", choices=("float32", "bfloat16"))
+  nu_dtype: str = setting("float32", "format of the second moment", choices=("float32", "bfloat16"))
+
+  def formats(self) -> dict[str, str]:
+    """The dtypes of the two moments."""
+    return {"mu": self.mu_dtype, "nu": self.nu_dtype}
+
+
+@OPTIMIZERS.of_part("ats_jax.step.optimizers.adamw8bit:adamw8bit")
+@dataclasses.dataclass(frozen=True)
+class AdamW8bit(AllByAdam):
+  """AdamW whose moments of matrices are in 8 bits (Dettmers et al. 2022, arXiv:2110.02861)."""
+
+  name: str = OPTIMIZERS.tag("adamw8bit")
+  block_size: int = setting(
+    256, "numbers along the last dimension of a matrix that have one scale", low=8
+  )
+  min_size: int = setting(
+    4096, "matrices of fewer numbers keep their moments in float32, as all vectors do", low=0
+  )
+
+  def formats(self) -> dict[str, str]:
+    """Of the codes of matrices and their scales; other moments are float32."""
+    return {"mu": "uint8", "nu": "uint8", "mu_scale": "float32", "nu_scale": "float32"}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,13 @@ from ats_jax.orchestrator.actions.expert_view import (
 )
 from ats_jax.orchestrator.signals.interval import Reading
 from ats_jax.step.optimizers import build_optimizer
+from ats_jax.step.optimizers.base import Optimizer
 from ats_jax.step.state import TrainState
+
+
+def _optimizer(cfg: Config) -> Optimizer:
+  """What the run's optimizer says of its state, which is the same on any platform."""
+  return build_optimizer(cfg, "cpu")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +86,7 @@ class RecycleExpert(ExpertEdit):
   def _edit(self, state: TrainState, at: StackIndex, cfg: Config, view: ExpertView) -> TrainState:
     source = view.check_recycle(cfg, self.expert)
     state = surgery.prune(state, *at, self.expert, view.twin[self.expert])
-    return surgery.split(state, *at, self.layer, source, self.expert)
+    return surgery.split(state, *at, self.layer, source, self.expert, _optimizer(cfg).codecs)
 
   def undo(self) -> Action:
     """Close the fresh half: the split one is whole again."""
@@ -118,8 +124,8 @@ class ReopenExpert(ExpertEdit):
     return self
 
   def _edit(self, state: TrainState, at: StackIndex, cfg: Config, view: ExpertView) -> TrainState:
-    squares = build_optimizer(cfg, "cpu").squares  # those of any platform
-    return surgery.reopen(state, *at, self.expert, squares)
+    optimizer = _optimizer(cfg)
+    return surgery.reopen(state, *at, self.expert, optimizer.squares, optimizer.codecs)
 
   def undo(self) -> Action:
     """Close it."""
@@ -147,7 +153,7 @@ class AddExpert(LayerEdit):
     return dataclasses.replace(self, expert=expert, slot=slot)
 
   def _edit(self, state: TrainState, at: StackIndex, cfg: Config, view: ExpertView) -> TrainState:
-    return surgery.split(state, *at, self.layer, self.expert, self.slot)
+    return surgery.split(state, *at, self.layer, self.expert, self.slot, _optimizer(cfg).codecs)
 
   def undo(self) -> Action:
     """Close the new half: the other is whole again."""
@@ -210,7 +216,7 @@ class MergeExperts(LayerEdit):
     return self
 
   def _edit(self, state: TrainState, at: StackIndex, cfg: Config, view: ExpertView) -> TrainState:
-    return surgery.merge(state, *at, self.keep, self.drop, cfg.moe)
+    return surgery.merge(state, *at, self.keep, self.drop, cfg.moe, _optimizer(cfg).codecs)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ Letters: S expert slots, D d_model.
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from ats_jax.model.param import Param, params_of
 from ats_jax.model.random import Purpose, fold
 from ats_jax.model.router import CLOSED
 from ats_jax.sharding.apply import reshard
-from ats_jax.step.optimizers.base import per_parameter
+from ats_jax.step.optimizers.base import Codec, per_parameter
 from ats_jax.step.state import TrainState
 
 _OF_EXPERTS = {"stored_experts", "experts", "router"}  # dimensions that count experts
@@ -36,8 +36,8 @@ def _edit(*static: str):
   return functools.partial(jax.jit, static_argnames=("block", *static), donate_argnames="state")
 
 
-@_edit()
-def split(state, block, repeat, layer, expert, slot):
+@_edit("codecs")
+def split(state, block, repeat, layer, expert, slot, codecs):
   """Split an expert in two that share its tokens; the model computes the same function.
 
   `slot` gets a copy of the weights, and a random plane through the origin says which of the two a
@@ -57,7 +57,7 @@ def split(state, block, repeat, layer, expert, slot):
     _put(router.direction_SD, repeat, both, direction)
   moe = _moe(state.model, block)
   first, both = _mask_of(moe, expert), _mask_of(moe, expert, slot)
-  for _, variable, axis in _kept_rows(state, block):  # each half sees half of the tokens
+  for _, variable, axis in _kept_rows(state, block, codecs):  # each half sees half of the tokens
     _put(variable, repeat, both, _mix(variable, repeat, 0.5 * first, axis), axis)
   return state
 
@@ -120,8 +120,8 @@ def temper(state, by):
   return state
 
 
-@_edit("moe")
-def merge(state, block, repeat, keep, drop, moe):
+@_edit("moe", "codecs")
+def merge(state, block, repeat, keep, drop, moe, codecs):
   """Make one expert of two: `keep` becomes their mean, weighted by load; `drop` closes.
 
   Exact for a pair that was just split. Else the function changes: hidden units of two experts match
@@ -145,13 +145,13 @@ def merge(state, block, repeat, keep, drop, moe):
     _close(layer, repeat, drop, keep)
   layer = _moe(state.model, block)
   kept_mask, both = _mask_of(layer, keep), _mask_of(layer, keep, drop)
-  for _, variable, axis in _kept_rows(state, block):  # a gradient is a sum over tokens
+  for _, variable, axis in _kept_rows(state, block, codecs):  # a gradient is a sum over tokens
     _put(variable, repeat, kept_mask, _mix(variable, repeat, 1.0 * both, axis), axis)
   return state
 
 
-@_edit("squares")
-def reopen(state, block, repeat, slot, squares):
+@_edit("squares", "codecs")
+def reopen(state, block, repeat, slot, squares, codecs):
   """Use an idle slot with the weights it has: undoes `prune`.
 
   What the optimizer keeps of it has decayed meanwhile. Averages of gradients become 0. A 0 for one
@@ -164,7 +164,7 @@ def reopen(state, block, repeat, slot, squares):
   mean = others / jnp.maximum(jnp.sum(others), 1.0)
   for moe in _models(state, block):
     _put(moe.router.active_S, repeat, opened, 1.0)
-  for name, variable, axis in _kept_rows(state, block):
+  for name, variable, axis in _kept_rows(state, block, codecs):
     row = _mix(variable, repeat, mean, axis) if name in squares else 0.0
     _put(variable, repeat, opened, row, axis)
   return state
@@ -191,17 +191,36 @@ def _rows(moe: MoE) -> list[tuple[Param, int]]:
   return rows
 
 
-def _kept_rows(state: TrainState, block: tuple[int, int]) -> list[tuple[str, Param, int]]:
+class _Coded(NamedTuple):
+  """An array of the optimizer's that is kept as codes, in place of a variable."""
+
+  codec: Codec
+  codes: nnx.Variable
+  scale: nnx.Variable
+
+
+def _kept_rows(
+  state: TrainState, block: tuple[int, int], codecs: tuple[Codec, ...]
+) -> list[tuple[str, Param | _Coded, int]]:
   """The same of what the optimizer keeps, with the name of its field.
 
   An array that some optimizer keeps in another shape has rows of experts where it is like the
   parameter up to that dimension; one that sums over experts has none.
   """
+  trees = [(name, _rows(_moe(tree, block))) for name, tree in per_parameter(state.opt_state)]
+  codec_of = {codec.field: codec for codec in codecs}
+  is_scale = {codec.scales for codec in codecs}
   rows, of_model = [], _rows(_moe(state.model, block))
-  for name, tree in per_parameter(state.opt_state):
-    for (array, axis), (param, _) in zip(_rows(_moe(tree, block)), of_model, strict=True):
+  for name, arrays in trees:
+    codec = codec_of.get(name)
+    scales = next((s for n, s in trees if codec and n == codec.scales), arrays)
+    for (array, axis), (scale, _), (param, _) in zip(arrays, scales, of_model, strict=True):
       leading = slice(axis + 2)  # the stack's dimension too
-      if jax.tree.leaves(array) and array.shape[leading] == param.shape[leading]:
+      if name in is_scale or not jax.tree.leaves(array):
+        continue
+      if array.shape[leading] == param.shape[leading]:
+        if codec is not None and jax.tree.leaves(scale):
+          array = _Coded(codec, array, scale)
         rows.append((name, array, axis))
   return rows
 
@@ -217,19 +236,36 @@ def _along(of_slots_S: jax.Array, x: jax.Array, axis: int) -> jax.Array:
   return jnp.expand_dims(vector, [d for d in range(x.ndim) if d != axis])
 
 
-def _mix(variable: nnx.Variable, repeat: Any, share_S: jax.Array, axis: int = 0) -> jax.Array:
+def _mix(
+  variable: nnx.Variable | _Coded, repeat: Any, share_S: jax.Array, axis: int = 0
+) -> jax.Array:
   """Sum of `share * x` over the slots of a layer; slots of share 0 are not looked at.
 
   A masked sum, not an index: it works for any sharding, and moves no more than the result.
   """
-  x = variable[...][repeat]
+  x = _layer(variable, repeat)
   x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
   share = _along(share_S, x, axis)
   return jnp.sum(jnp.where(share != 0, share * x, 0.0), axis=axis)
 
 
-def _put(variable: nnx.Variable, repeat: Any, is_slot_S: Any, row: Any, axis: int = 0) -> None:
-  """Write `row` into slots of a layer."""
+def _layer(variable: nnx.Variable | _Coded, repeat: Any) -> jax.Array:
+  """The array of a layer."""
+  if isinstance(variable, _Coded):
+    return variable.codec.decode(*(part[...][repeat] for part in variable[1:]))
+  return variable[...][repeat]
+
+
+def _put(
+  variable: nnx.Variable | _Coded, repeat: Any, is_slot_S: Any, row: Any, axis: int = 0
+) -> None:
+  """Write `row` into slots of a layer; codes of other slots stay as they are."""
+  if isinstance(variable, _Coded):
+    shape = variable.codes.shape[1:]
+    row = jnp.broadcast_to(row, shape[:axis] + shape[axis + 1 :])
+    for part, new in zip(variable[1:], variable.codec.encode(row), strict=True):
+      _put(part, repeat, is_slot_S, new, axis)
+    return
   stack = variable[...]
   x, row = stack[repeat], jnp.asarray(row, stack.dtype)
   row = jnp.expand_dims(row, axis) if row.ndim else row

@@ -110,15 +110,20 @@ def scale_by_adam(
     mu = jax.tree.map(average, state.mu, grads, b1s)
     nu = jax.tree.map(lambda v, g, b: average(v, jnp.square(g), b), state.nu, grads, b2s)
 
-    def direction(m: jax.Array, v: jax.Array, b1: float, b2: float) -> jax.Array:
-      bias1, bias2 = 1.0 - b1**steps, 1.0 - b2**steps
-      return m / (bias1 / jnp.sqrt(bias2) * jnp.sqrt(v) + bias1 * eps)
-
+    direction = functools.partial(adam_direction, steps, eps)
     directions = jax.tree.map(direction, mu, nu, b1s, b2s)
     cast = lambda tree, dtype: jax.tree.map(lambda x: x.astype(dtype), tree)
     return directions, AdamState(steps, cast(mu, mu_dtype), cast(nu, nu_dtype))
 
   return optax.GradientTransformation(init, update)
+
+
+def adam_direction(
+  steps: jax.Array, eps: float, m: jax.Array, v: jax.Array, b1: float, b2: float
+) -> jax.Array:
+  """The direction of update `steps` (1-based) by the moments after it."""
+  bias1, bias2 = 1.0 - b1**steps, 1.0 - b2**steps
+  return m / (bias1 / jnp.sqrt(bias2) * jnp.sqrt(v) + bias1 * eps)
 
 
 def check_moments(
@@ -154,16 +159,17 @@ def within_bound(opt_state: optax.OptState, b1: PerParam, b2: PerParam) -> optax
 
   A second moment that would be too small for its first one is raised; all others stay as they are.
   """
-
-  def raised(m: jax.Array, v: jax.Array, b1: float, b2: float) -> jax.Array:
-    # Half of the slack of a bound is left, for the rounding to the moment's dtype.
-    exact = most_ratio(b1, b2, m.dtype, v.dtype) * (1.0 - 0.5e-4)
-    least = jnp.square(m.astype(jnp.float32) / exact)
-    return jnp.maximum(v, (least * (1.0 + jnp.finfo(v.dtype).eps)).astype(v.dtype))
-
   old = state_of(AdamState, opt_state)
   nu = jax.tree.map(raised, old.mu, old.nu, each(b1, old.mu), each(b2, old.mu))
   return with_state(old._replace(nu=nu), opt_state)
+
+
+def raised(m: jax.Array, v: jax.Array, b1: float, b2: float) -> jax.Array:
+  """Second moments that are not too small for the first ones: `v`, or what the bound asks for."""
+  # Half of the slack of a bound is left, for the rounding to the moment's dtype.
+  exact = most_ratio(b1, b2, m.dtype, v.dtype) * (1.0 - 0.5e-4)
+  least = jnp.square(m.astype(jnp.float32) / exact)
+  return jnp.maximum(v, (least * (1.0 + jnp.finfo(v.dtype).eps)).astype(v.dtype))
 
 
 def most_ratio(b1: float, b2: float, mu_dtype: jnp.dtype, nu_dtype: jnp.dtype) -> float:

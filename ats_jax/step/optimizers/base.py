@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -54,12 +54,39 @@ class Checked(NamedTuple):
   marked: Any
 
 
+class Codec(Protocol):
+  """How a field of a state holds numbers as codes, beside their scales in another field.
+
+  Codes have the shape of the parameter, scales another last dimension. `optax.MaskedNode` among the
+  scales stands for an array that is not coded. A codec is hashable: it is static in programs.
+  """
+
+  @property
+  def field(self) -> str:
+    """The field of the state with the codes."""
+    ...
+
+  @property
+  def scales(self) -> str:
+    """The field with the scales."""
+    ...
+
+  def decode(self, codes: jax.Array, scale: jax.Array, /) -> jax.Array:
+    """The numbers, float32, of codes [..., n] and their scales."""
+    ...
+
+  def encode(self, x: jax.Array, /) -> tuple[jax.Array, jax.Array]:
+    """Codes and scales of numbers [..., n], row by row along the last dimension."""
+    ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
   """A transformation of gradients, and what the rest of the system may know about it.
 
   Its state for each parameter is in trees like the model, anywhere in `opt_state`. Code that edits
-  the experts of a model edits these trees too (`per_parameter`); it needs to know only `squares`.
+  the experts of a model edits these trees too (`per_parameter`); it needs to know only
+  `squares` and `codecs`.
 
   Attributes:
     tx: gradients to directions of descent of unit learning rate; parameters move by -lr times them.
@@ -79,6 +106,7 @@ class Optimizer:
       averages of gradients, which are reset to 0.
     average: `(params, opt_state) -> params`: the weights for evaluation, generation and exports, if
       `OptimizerConfig.has_average`; None = those that are trained.
+    codecs: of the fields of its state whose numbers are coded.
   """
 
   tx: optax.GradientTransformationExtraArgs
@@ -89,6 +117,7 @@ class Optimizer:
   refit: Callable[[optax.OptState], optax.OptState] | None = None
   squares: frozenset[str] = frozenset()
   average: Callable[[Any, optax.OptState], Any] | None = None
+  codecs: tuple[Codec, ...] = ()
 
   def update(self, params: Any, grads: Any, opt_state: optax.OptState, lr: jax.Array) -> Moved:
     """Move parameters by a learning rate, in one pass if there is one."""
