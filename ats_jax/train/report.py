@@ -225,7 +225,7 @@ def performance(stats: dict[str, Any]) -> str:
       ("{:.2f} GiB there", "memory/device_limit_gib", 1),
     ),
     "kernels": ", ".join(f"{op} {name}" for op, name in stats["kernels"].items()),
-    "compilation": f"{stats['goodput/compile_secs']:.1f} s",
+    "waited for compilation": f"{stats['goodput/compile_secs']:.1f} s",
     "compilation cache": stats["compilation_cache"],
   }
   return "\n".join(f"{title}: {text}" for title, text in lines.items() if text)
