@@ -38,7 +38,12 @@ class CheckpointConfig:
   asynchronous: bool = setting(True, "write in the background", resume="free")
 
   def check(self, cfg: Any) -> None:
-    """Refuse snapshots without a folder, or with one on a store."""
+    """Refuse snapshots without a folder, or with one on a store; a best one without a loss."""
+    if self.keep_best and not (cfg.data.validation_fraction or cfg.data.validation_paths):
+      raise ValueError(
+        "checkpoint.keep_best=true needs a validation loss, and no text is held out. Set "
+        "data.validation_paths or data.validation_fraction above 0, or leave keep_best at false."
+      )
     rules.is_local(cfg, "checkpoint.local_dir")
     if self.local_every and not self.local_dir:
       raise ValueError(

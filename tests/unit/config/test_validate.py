@@ -140,6 +140,11 @@ def test_rules_that_join_settings():
       "needs multiples of 16: model.d_ff is 44 on a device",
     ),
     ({"checkpoint.local_every": 10}, r"local_every=10 needs a folder .* Set checkpoint\.local_d"),
+    ({"checkpoint.keep_best": True}, "keep_best=True does nothing with eval.every_steps=0"),
+    (
+      {"checkpoint.keep_best": True, "eval.every_steps": 5, "data.validation_fraction": 0.0},
+      "keep_best=true needs a validation loss",
+    ),
     ({"checkpoint.local_dir": "/tmp/x"}, r"local_dir=/tmp/x does nothing with .*local_every=0"),
   ]
   assert not wrongly_refused(build, cases)
