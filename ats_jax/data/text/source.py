@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # imported by runs that filter
 # report) -> iterator of documents: each a string, or `Piece`s. `report` takes what is malformed.
 # Those of this package are in the modules of `formats`; they count their records in `report` too.
 BUILT_IN = (records, text, token_files)
-_STREAMED = {*text.SUFFIXES.split(), ".jsonl", ".ndjson"}  # these may be compressed
+_STREAMED = {*text.SUFFIXES.split(), *records.STREAMED}  # these may be compressed
 
 
 class SourceFile(NamedTuple):
@@ -157,13 +157,13 @@ def _named(path: str) -> None:
     return
   if suffix in formats:
     raise ValueError(
-      f"paths: {path!r} is compressed, which only text and JSON lines may be: {suffix} files are "
+      f"paths: {path!r} is compressed, which only text, JSON and CSV may be: {suffix} files are "
       "read from anywhere in them. Decompress it."
     )
   raise ValueError(
     f"paths: {path!r} has a suffix that says nothing about its format. "
     f"Known suffixes: {' '.join(sorted(formats))}, and {' '.join(opening.OPENERS)} behind those of "
-    "text and JSON lines."
+    "text, JSON and CSV."
   )
 
 

@@ -96,8 +96,8 @@ class TestCompressed:
   @pytest.mark.parametrize(
     ("name", "message"),
     [
-      ("a.npy.gz", "is compressed, which only text and JSON lines may be"),
-      ("a.parquet.gz", "is compressed, which only text and JSON lines may be"),
+      ("a.npy.gz", "is compressed, which only text, JSON and CSV may be"),
+      ("a.parquet.gz", "is compressed, which only text, JSON and CSV may be"),
       ("a.gz", r"a\.gz' has a suffix that says nothing"),
     ],
   )
