@@ -16,7 +16,6 @@ from ats_jax.store import paths
 _ROWS = 64  # in memory at a time
 
 
-
 class LostRows(NamedTuple):
   """Rows in a row that a damaged part of a file held: how many, and what is wrong with it."""
 

@@ -11,6 +11,7 @@ from ats_jax.data.text.formats.text import Piece
 from ats_jax.data.text.report import Report
 from ats_jax.extensions import formats
 
+SUFFIXES = (".bin", ".npy")
 # What numpy makes of the header of a damaged file, beside a ValueError.
 _BAD_HEADERS = (
   ValueError, TypeError, SyntaxError, tokenize.TokenError, OverflowError, EOFError, MemoryError,
@@ -18,7 +19,7 @@ _BAD_HEADERS = (
 )  # fmt: skip
 
 
-@formats.register(".bin", ".npy")
+@formats.register(*SUFFIXES)
 def tokens(path: str, text_field: str, report: Report) -> Iterator[Piece]:
   """Ids, which `token_documents` reads: there is no text."""
   del path, text_field, report
