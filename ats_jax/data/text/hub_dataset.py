@@ -18,40 +18,57 @@ from absl import logging
 from ats_jax.data.text.formats import opening, records, token_files
 
 CARD = "README.md"
-SPLITS = "dataset_dict.json"  # of a dataset that was saved with several splits
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
-METADATA = (SPLITS, "dataset_info.json", "dataset_infos.json", "state.json")
+METADATA = ("dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json")
 _WORDS = {
   **dict.fromkeys(("train", "training"), TRAIN),
   **dict.fromkeys(("validation", "valid", "val", "dev"), VALIDATION),
   **dict.fromkeys(("test", "testing", "eval", "evaluation"), TEST),
 }
+_FRONT_MATTER = re.compile(r"---[ \t]*\n(.*?\n)---[ \t]*(?:\n|\Z)", re.DOTALL)
 _BETWEEN_WORDS = re.compile(r"[-._ 0-9]+")
+# A folder of code has files of these suffixes that are no text to train on, as package.json.
+_ASKED_FOR = {".json", ".csv", ".tsv"}
 # Source code has names of this kind too, which mean something else there.
 _DATA = {*records.READERS, *token_files.SUFFIXES, ".txt", ".text"}
 
 
-def choose(entry: str, names: Sequence[str], card: str | None, split: str) -> dict[str, str]:
+def choose(
+  entry: str, names: Sequence[str], card: str | None, split: str, *, is_folder: bool
+) -> dict[str, str]:
   """The files of a folder or glob that are not to be read, each with the reason.
 
   To train, validation and test splits are left out. To validate, all is read unless there is a
-  training split: then the validation split is, or else the test split.
+  training split: then the validation split is, or else the test split. JSON and CSV files of a
+  folder are read if its card or their names say that they are data.
 
   Args:
     entry: the folder or glob, for messages.
     names: of its files, relative to it.
     card: path of the dataset's card; None = it has none.
     split: "train" or "validation".
+    is_folder: whether the files were found in a folder; else a glob asks for them.
 
   Raises:
     ValueError: if the card names several configurations and none is the default, or if nothing is
-      left to train on.
+      left to read.
   """
   about = _card(card) if card else {}
   split_of = _by_card(entry, names, about)
   if split_of is None:
     split_of = {name: _by_name(name) for name in names if name != CARD or not about}
   others = {name: "not part of the dataset" for name in names if name not in split_of}
+  if is_folder and not about:
+    asked_for = [name for name in names if opening.suffix(name) in _ASKED_FOR]
+    unasked = [name for name in asked_for if not split_of[name]]
+    others |= dict.fromkeys(unasked, "JSON or CSV in a folder of no dataset")
+    split_of = {name: kind for name, kind in split_of.items() if name not in others}
+    if unasked and not split_of:
+      raise ValueError(
+        f"paths: {entry!r} holds JSON or CSV files, which of a folder are read only if a dataset's "
+        f"{CARD} or a name such as train.json says that they are data. Name them by a glob: "
+        f"{_glob_of(entry, unasked[0])}."
+      )
   sizes = Counter(split_of.values())
   if split == TRAIN:
     wanted = [kind for kind in sizes if kind not in (VALIDATION, TEST)]
@@ -64,18 +81,24 @@ def choose(entry: str, names: Sequence[str], card: str | None, split: str) -> di
       f"paths: {entry!r} holds nothing to train on but {' and '.join(sorted(sizes))} splits. Name "
       "a file of it to train on that all the same."
     )
-  said = lambda kinds: ", ".join(f"{kind} ({sizes[kind]} files)" for kind in kinds)
-  if left_out := [kind for kind in sizes if kind not in wanted]:
+  said = lambda kinds: ", ".join(f"{kind or 'of no split'} ({sizes[kind]} files)" for kind in kinds)
+  if len(sizes) > 1:
+    left_out = [kind for kind in sizes if kind not in wanted]
     hint = " To validate on a split that is left out, name the folder in data.validation_paths too."
     logging.info(
       "%s is a dataset with splits. Read: %s. Left out: %s.%s",
-      entry, said(kind or "files of no split" for kind in wanted), said(left_out),
-      hint if split == TRAIN else "",
+      entry, said(wanted), said(left_out) or "none", hint if split == TRAIN and left_out else "",
     )  # fmt: skip
   for name, kind in split_of.items():
     if kind not in wanted:
       others[name] = f"of the split {kind}"
   return others
+
+
+def _glob_of(entry: str, name: str) -> str:
+  """A glob for a file of a folder and those beside it with the same suffixes."""
+  suffixes = "".join(PurePosixPath(name).suffixes[-1 - opening.is_compressed(name) :])
+  return os.path.join(entry, os.path.dirname(name), f"*{suffixes}")
 
 
 def _by_name(name: str) -> str:
@@ -106,19 +129,30 @@ def _by_card(entry: str, names: Sequence[str], card: Mapping[str, Any]) -> dict[
     )
   found: dict[str, str] = {}
   for split, pattern in _patterns(chosen[0]["data_files"]):
-    matching = [n for n in names if fnmatchcase(n, pattern) or n.startswith(f"{pattern}/")]
+    globs = (pattern, pattern.replace("**/", ""))  # `**` may stand for no folder at all
+    matching = [
+      name
+      for name in names
+      if any(fnmatchcase(name, glob) for glob in globs) or name.startswith(f"{pattern}/")
+    ]
     found |= {name: _WORDS.get(split, split) for name in matching}
   return found or None
 
 
 def _card(path: str) -> Mapping[str, Any]:
   """What a README.md says of a dataset; {} = it is no dataset's, but a text like others."""
-  import yaml  # here, as below: few folders have a card
-  from huggingface_hub import metadata_load
+  try:
+    with open(path, encoding="utf-8-sig") as file:
+      front = _FRONT_MATTER.match(file.read())
+  except (OSError, UnicodeDecodeError):  # reported when its text is read
+    return {}
+  if not front:
+    return {}
+  import yaml  # here: few folders have a card
 
   try:
-    card = metadata_load(path)
-  except (OSError, ValueError, yaml.YAMLError) as e:
+    card = yaml.safe_load(front[1])
+  except yaml.YAMLError as e:
     logging.warning("%s is not read as the card of a dataset: %s", path, " ".join(str(e).split()))
     return {}
   return card if isinstance(card, Mapping) and {"configs", "dataset_info"} & card.keys() else {}
@@ -138,28 +172,6 @@ def _patterns(data_files: Any) -> Iterable[tuple[str, str]]:
     )
     for pattern in [globs] if isinstance(globs, str) else globs:
       yield split, str(pattern).removeprefix("./")
-
-
-def split_to_read(folder: str, folders: Sequence[str], split: str) -> str:
-  """The folder of a split, of a dataset that was saved with several.
-
-  Raises:
-    ValueError: if it has none for this purpose.
-  """
-  wanted = (TRAIN,) if split == TRAIN else (VALIDATION, TEST, TRAIN)
-  by_kind = {_WORDS.get(name, name): name for name in reversed(folders)}
-  for kind in wanted:
-    if kind in by_kind:
-      logging.info(
-        "%s is a dataset with the splits %s. Read: %s.",
-        folder, ", ".join(folders), by_kind[kind],
-      )  # fmt: skip
-      return by_kind[kind]
-  example = os.path.join(folder, folders[0] if folders else TRAIN)
-  raise ValueError(
-    f"paths: {folder!r} is a dataset with the splits {', '.join(folders)}, and none is for "
-    f"training by its name. Name the one to read, e.g. {example}."
-  )
 
 
 def saved(folder: str, files: Sequence[str]) -> tuple[Sequence[str], set[str]]:

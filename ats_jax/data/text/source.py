@@ -1,6 +1,7 @@
 """Paths -> files -> documents of text or token ids, with everything that is malformed named."""
 
 import contextlib
+import functools
 import glob
 import hashlib
 import os
@@ -27,6 +28,7 @@ if TYPE_CHECKING:  # imported by runs that filter
 BUILT_IN = (records, text, token_files)
 PREPARED = "prepared.json"  # in a folder of `ats-jax data prepare`
 _OWN = ({"config.json", "run_id"}, {PREPARED})  # a run has both before it reads its text
+_OWN_FOLDER = "workdir or data cache of this program"
 _LONGEST_POINTER = 1024  # bytes, by the specification of Git LFS
 _STREAMED = {*text.SUFFIXES.split(), *records.STREAMED}  # these may be compressed
 
@@ -60,7 +62,7 @@ def find_files(
   What is there but is no regular file (to open a pipe waits for a writer, a device may never end)
   goes to `report`, and so do pointers of Git LFS. A broken link is kept: it is unreadable when its
   documents are read. Of a folder or a glob, the workdirs of runs and the data cache are passed
-  over, and what `hub_dataset.choose` says is of another split.
+  over, and so is what `hub_dataset.choose` says.
 
   Args:
     paths: files, folders and globs, local or on a store; empty = the standard library's sources.
@@ -129,9 +131,11 @@ def _expand(
   A name is relative to the entry's folder, so the split survives a move of the data.
   """
   if os.path.isdir(entry):
-    found = [(path, name) for path, name in _walk(entry, report, cache_root, split)]
+    found = list(_walk(entry, report, cache_root))
     card = os.path.join(entry, hub_dataset.CARD)
-    yield from _of_split(entry, found, card if os.path.isfile(card) else None, report, split)
+    yield from _of_split(
+      entry, found, card if os.path.isfile(card) else None, report, split, is_folder=True
+    )
   elif os.path.exists(entry) or os.path.islink(entry):
     _named(entry)
     yield entry, Path(entry).name
@@ -141,8 +145,15 @@ def _expand(
     if not matches:
       raise ValueError(f"paths: the glob {entry!r} matches no file.")
     fixed = os.path.dirname(re.split(r"[*?\[]", entry)[0])
-    found = [(path, Path(os.path.relpath(path, fixed or ".")).as_posix()) for path in matches]
-    yield from _of_split(entry, found, None, report, split)
+    found = []
+    is_own = functools.cache(lambda folder: _is_own(folder, os.listdir(folder), cache_root))
+    for path in matches:
+      name = Path(os.path.relpath(path, fixed or ".")).as_posix()
+      if any(is_own(os.path.join(fixed, folder)) for folder in Path(name).parents[:-1]):
+        report.skip(_OWN_FOLDER, path)
+      else:
+        found.append((path, name))
+    yield from _of_split(entry, found, None, report, split, is_folder=False)
   else:
     named = " Sources with names are given in data.sources." if "=" in entry else ""
     raise ValueError(f"paths: {entry!r} does not exist (seen from {os.getcwd()!r}).{named}")
@@ -159,7 +170,7 @@ def _expand_remote(
     card = next((file for file in files if file.name == hub_dataset.CARD), None)
     found = [(file.name, file.name) for file in files]
     copy = remote.copied(card, root) if card else None
-    chosen = _of_split(entry, found, copy, report, split)
+    chosen = _of_split(entry, found, copy, report, split, is_folder=not glob.has_magic(entry))
   by_name = {file.name: file for file in files}
   for name, _ in chosen:
     file = by_name[name]
@@ -167,11 +178,17 @@ def _expand_remote(
 
 
 def _of_split(
-  entry: str, found: list[tuple[str, str]], card: str | None, report: Report, split: str
+  entry: str,
+  found: list[tuple[str, str]],
+  card: str | None,
+  report: Report,
+  split: str,
+  *,
+  is_folder: bool,
 ) -> list[tuple[str, str]]:
   """Those of the files of an entry that are read: of a known format, and of the split."""
   known = [(path, name) for path, name in found if _is_known(path, name, report)]
-  others = hub_dataset.choose(entry, [name for _, name in known], card, split)
+  others = hub_dataset.choose(entry, [name for _, name in known], card, split, is_folder=is_folder)
   for path, name in known:
     if name in others:
       report.skip(others[name], path)
@@ -217,18 +234,22 @@ def _kind(path: str) -> str:
   return f"{suffix} of {owner}" if owner else formats.find(suffix).__name__
 
 
-def _walk(
-  root: str, report: Report, cache_root: Path | None = None, split: str = hub_dataset.TRAIN
-) -> Iterator[tuple[str, str]]:
+def _is_own(folder: str, files: Sequence[str], cache_root: Path | None) -> bool:
+  """Whether this program wrote what is in a folder: a workdir, prepared data, the data cache."""
+  is_cache = cache_root and os.path.realpath(folder) == os.path.realpath(cache_root)
+  return bool(is_cache) or any(names.issubset(files) for names in _OWN)
+
+
+def _walk(root: str, report: Report, cache_root: Path | None = None) -> Iterator[tuple[str, str]]:
   def unreadable(e: OSError) -> None:
     report.bad("unreadable", str(e.filename), f"the folder cannot be listed ({e.strerror})")
 
-  seen, own_cache = set(), cache_root and os.path.realpath(cache_root)
+  seen = set()
   for folder, folders, files in os.walk(root, onerror=unreadable, followlinks=True):
     real = os.path.realpath(folder)
-    is_own = real == own_cache or any(names.issubset(files) for names in _OWN)
+    is_own = _is_own(folder, files, cache_root)
     if is_own:
-      report.skip("workdir or data cache of this program", folder)
+      report.skip(_OWN_FOLDER, folder)
     if is_own or real in seen:  # a link back up
       folders.clear()
       continue
@@ -237,8 +258,6 @@ def _walk(
     kept, left_out = hub_dataset.saved(folder, sorted(files))
     for file in left_out:
       report.skip("not part of the dataset", os.path.join(folder, file))
-    if hub_dataset.SPLITS in files:
-      folders[:] = [hub_dataset.split_to_read(folder, folders, split)]
     for file in (f for f in kept if not f.startswith(".")):
       path = os.path.join(folder, file)
       yield path, Path(os.path.relpath(path, root)).as_posix()

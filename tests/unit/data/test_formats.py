@@ -203,8 +203,8 @@ class TestTables:
     shuffled.save_to_disk(str(tmp_path / "two"))
     assert texts(tmp_path / "two", config)[0] == [TEXTS[3], TEXTS[1]]
     datasets.DatasetDict(train=data, test=shuffled).save_to_disk(str(tmp_path / "both"))
-    with pytest.raises(ValueError, match=r"splits test, train\. Name the one to read"):
-      texts(tmp_path / "both", config)
+    assert list(read(tmp_path / "both")[0].values()) == TEXTS  # to train on
+    assert texts(tmp_path / "both", config)[0] == [TEXTS[3], TEXTS[1]]  # to validate on
     assert texts(tmp_path / "both" / "train", config)[0] == TEXTS
     (tmp_path / "two" / "state.json").write_text("{")
     with pytest.raises(ValueError, match=r"state\.json of a dataset cannot be read"):
@@ -302,3 +302,85 @@ def test_opening_says_what_is_wrong(tmp_path):
   assert opening.reason(raised.value) == "No such file or directory"
   assert opening.reason(EOFError("cut off.\nhere")) == "cut off. here"
   assert opening.suffix("a/B.JSONL.GZ") == ".jsonl" and opening.suffix("a.gz") == ""
+
+
+def llm_c(ids, magic=20240520, version=1, dtype="<u2", count=None):
+  header = np.zeros(256, "<i4")
+  header[:3] = magic, version, len(ids) if count is None else count
+  return header.tobytes() + np.asarray(ids, dtype).tobytes()
+
+
+class TestOtherPrograms:
+  """Files as other programs write them, which their first bytes say."""
+
+  @pytest.mark.parametrize("kind", [{}, {"magic": 20240801, "version": 7, "dtype": "<u4"}])
+  def test_token_files_with_a_header(self, write, config, kind):
+    found, _ = texts(write("a.bin", llm_c([257, 65, 66, 257, 67], **kind)), config)
+    assert found == ["AB", "C"]
+
+  def test_a_token_file_that_its_header_contradicts(self, write, config):
+    with pytest.raises(ValueError, match=r"a\.bin: 1,028 bytes, and its header.*says \[9\] ids"):
+      texts(write("a.bin", llm_c([65, 66], count=9)), config)
+
+  def test_pointers_of_git_lfs_are_named_and_not_read(self, write):
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1234567\n"
+    for name in ("a.txt", "a.jsonl", "a.parquet", "a.npy"):
+      write(f"d/{name}", pointer)
+    path = write("d/b.txt", "of a version https://git-lfs.github.com/spec/v1")
+    report = Report(strict=False)
+    assert [file.path for file in find_files((str(path.parent),), report)] == [str(path)]
+    assert report.malformed == {"pointer of Git LFS": 4}
+    assert "a pointer of Git LFS, not the file itself: run `git lfs pull`" in report.first[0]
+
+  @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.txt"])
+  def test_marks_where_files_were_joined(self, write, name):
+    half = {"a.csv": "id,text\n1,é\n", "a.txt": "é\n"}.get(name, '{"text": "é"}\n')
+    joined, report = read(write(name, f"\ufeff{half}" * 2))
+    assert "".join(joined.values()).replace("\n", "") == "éé" and not report.malformed
+
+
+JSON_FILES = [
+  ('{"text": "a"}\n\n{"text": "b"}', {1: "a", 3: "b"}, {}),  # lines, as C4's
+  ('[{"text": "a"}, {"text": "b"}]', {1: "a", 2: "b"}, {}),
+  ('[\n  {\n "text": "a"\n},\n{"text": "]"}\n]\n', {1: "a", 2: "]"}, {}),
+  ('{\n "text": "a"\n}', {1: "a"}, {}),
+  ('{"text": "a"}', {1: "a"}, {}),
+  ('\ufeff[{"text": "a"}]', {1: "a"}, {}),
+  ('[{"text": "a"}, 7, {"text": "b"}]', {1: "a", 3: "b"}, {"not an object": 1}),
+  ('[{"text": "a"}, {"text": b}, {"text": "c"}]', {1: "a"}, {"broken JSON": 1}),
+  ('[{"text": "a"}', {1: "a"}, {"broken JSON": 1}),
+  ('[{"text": "' + "x" * 3_000_000 + '"}, {"text": "b"}]', {1: "x" * 3_000_000, 2: "b"}, {}),
+  (b'[{"text": "a"}, {"text": "\xe9"}, {"text": "c"}]', {1: "a", 3: "c"}, {"not UTF-8": 1}),
+  ("[]", {}, {}),
+  ("", {}, {}),
+  ("[" * 100_000, {}, {"broken JSON": 1}),
+]
+
+
+@pytest.mark.parametrize(("content", "expected", "malformed"), JSON_FILES)
+def test_json_files(write, content, expected, malformed):
+  raw = content if isinstance(content, bytes) else content.encode()
+  for path in (write("a.json", raw), write("a.json.gz", gzip.compress(raw))):
+    joined, report = read(path)
+    assert {line: text for (_, line), text in joined.items()} == expected
+    assert report.malformed == malformed
+
+
+CSV_FILES = [
+  ('text,n\n"a, ""b""\nc",1\nd,2\n', {2: 'a, "b"\nc', 4: "d"}, {}),
+  ("text,n\r\na,1\r\n\r\nb,2", {2: "a", 4: "b"}, {}),
+  ("text,n\na\nb,2\n", {3: "b"}, {"broken CSV": 1}),
+  (b"text,n\n\xe9,1\nb,2\n", {3: "b"}, {"not UTF-8": 1}),
+  ("n,body\n1,a\n", {}, {"missing field": 1}),
+]
+
+
+@pytest.mark.parametrize(("content", "expected", "malformed"), CSV_FILES)
+def test_csv_files(write, content, expected, malformed):
+  raw = content if isinstance(content, bytes) else content.encode()
+  for path in (write("a.csv", raw), write("a.tsv", raw.replace(b",", b"\t"))):
+    joined, report = read(path)
+    tab = path.suffix == ".tsv"
+    expect = {n: text.replace(",", "\t") if tab else text for n, text in expected.items()}
+    assert {line: text for (_, line), text in joined.items()} == expect
+    assert report.malformed == malformed
