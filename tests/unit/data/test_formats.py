@@ -192,6 +192,82 @@ class TestTables:
     joined, report = read(path)
     assert len(joined) < 3000 and report.malformed == {"unreadable": 1}
 
+  @pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+  def test_values_are_those_of_json(self, pa, tmp_path, suffix):
+    turns = [[{"n": 1, "x": None}, None], [], None, [{"n": None, "x": [None, 2]}]]
+    json_lists = pa.ListArray.from_arrays(
+      pa.array([0, 1, 1, 2, 3], pa.int32()),
+      pa.ExtensionArray.from_storage(
+        pa.json_(pa.string()), pa.array(['{"a": null}', "[1]", None], pa.string())
+      ),
+    )
+    columns = {
+      "turns": (pa.array(turns), [[{"n": 1}, None], [], None, [{"x": [None, 2]}]]),
+      "json": (json_lists, [[{"a": None}], [], [[1]], [None]]),
+      "map": (
+        pa.array([[("a", 1)], None, [], [("b", None)]], pa.map_(pa.string(), pa.int64())),
+        [{"a": 1}, None, {}, {"b": None}],
+      ),
+      "word": (pa.array(["a", None, "b", "a"]).dictionary_encode(), ["a", None, "b", "a"]),
+      "year": (
+        pa.array([-2 * 62135596800000000] * 4, pa.int64()).cast(pa.timestamp("us")),
+        ["-1968-01-02 00:00:00.000000"] * 4,
+      ),
+      "nanos": (
+        pa.array([1, 2, None, 3], pa.timestamp("ns")),
+        [*(f"1970-01-01 00:00:00.00000000{n}" for n in (1, 2)), None,
+         "1970-01-01 00:00:00.000000003"],
+      ),
+      "price": (pa.array([1, 2, None, 3]).cast(pa.decimal128(21, 2)), [1.0, 2.0, None, 3.0]),
+      "fixed": (pa.array([[1, 2], None, [3, 4], [5, 6]], pa.list_(pa.int64(), 2)),
+                [[1, 2], None, [3, 4], [5, 6]]),
+      "bytes": (pa.array([b"x"] * 4), [b"x"] * 4),
+    }  # fmt: skip
+    table = pa.table({name: column for name, (column, _) in columns.items()})
+    path = tmp_path / f"a.{suffix}"
+    if suffix == "parquet":
+      importlib.import_module("pyarrow.parquet").write_table(table, path)
+    else:
+      with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table.slice(1))  # values of a slice begin within their buffers
+        writer.write_table(table)
+    report = Report(strict=True)
+    rows = [row for _, row in records.records(str(path), tuple(columns), report)][-4:]
+    for name, (_, expected) in columns.items():
+      assert [row[name] for row in rows] == expected, name
+    assert all(
+      row == dict.fromkeys(columns) | {"word": row["word"]}
+      for _, row in records.records(str(path), ("word",), report)
+    )  # no other column is read
+
+  def test_a_damaged_page_costs_its_group_alone(self, pa, tmp_path):
+    parquet = importlib.import_module("pyarrow.parquet")
+    path, rows = tmp_path / "a.parquet", [os.urandom(20).hex() for _ in range(400)]
+    parquet.write_table(
+      pa.table({"text": rows}), path, row_group_size=100, compression="zstd", use_dictionary=False
+    )
+    start = parquet.ParquetFile(path).metadata.row_group(1).column(0).data_page_offset
+    raw = bytearray(path.read_bytes())
+    raw[start : start + 400] = bytes(400)
+    path.write_bytes(raw)
+    joined, report = read(path)
+    assert {line: text for (_, line), text in joined.items()} == {
+      n: text for n, text in enumerate(rows, 1) if not 100 < n <= 200
+    }
+    assert report.malformed == {"unreadable": 100} and report.records == 400
+    assert "a.parquet:101: 100 rows cannot be read" in report.first[0]
+
+  def test_zstd_with_a_long_window(self, write):
+    keys = zstd().CompressionParameter
+    options = {
+      keys.window_log: 31,
+      keys.enable_long_distance_matching: 1,
+      keys.content_size_flag: 0,
+    }
+    packer = zstd().ZstdCompressor(options=options)
+    raw = packer.compress(json_lines(["a", "b"])) + packer.flush()
+    assert list(read(write("a.jsonl.zst", raw))[0].values()) == ["a", "b"]
+
   def test_a_dataset_that_was_saved(self, tmp_path, config):
     datasets = importlib.import_module("datasets")
     data = datasets.Dataset.from_dict({"text": TEXTS, "n": list(range(len(TEXTS)))})
