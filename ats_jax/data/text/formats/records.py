@@ -227,10 +227,10 @@ def table(path: str, fields: Sequence[str], report: Report) -> Iterator[Record]:
   for row in rows(path, fields):
     where = f"{path}:{line}"
     if isinstance(row, tables.LostRows):
-      report.records += row.count
-      detail = f"{row.count:,} rows cannot be read ({reason(row.error)})"
-      report.bad("unreadable", where, detail, row.count)
-      line += row.count
+      report.records += row.number
+      detail = f"{row.number:,} rows cannot be read ({reason(row.error)})"
+      report.bad("unreadable", where, detail, row.number)
+      line += row.number
       continue
     report.records += 1
     if isinstance(row, UnicodeDecodeError):

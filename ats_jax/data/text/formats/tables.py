@@ -19,7 +19,7 @@ _ROWS = 64  # in memory at a time
 class LostRows(NamedTuple):
   """Rows in a row that a damaged part of a file held: how many, and what is wrong with it."""
 
-  count: int
+  number: int
   error: Exception
 
 
