@@ -142,9 +142,8 @@ def test_blocks_are_what_was_judged():
 
 
 def test_a_file_that_changed_is_noticed(folder, config, monkeypatch):
-  opened = sift.sift(
-    config(filters=(Exact(),)), splits._find((str(folder),), config(), hub_dataset.TRAIN)[0], "", TokeniseOptions(0)
-  )  # fmt: skip
+  files, *_ = splits._find((str(folder),), config(), hub_dataset.TRAIN)
+  opened = sift.sift(config(filters=(Exact(),)), files, "", TokeniseOptions(0))
   own = next(file.sieve for file in opened.files if file.name == "a.jsonl")
   report = sift.Report(strict=False)
   for count in (39, 41):
