@@ -4,7 +4,6 @@ The shape is read by the tables of `bridge.family` that an import of weights use
 besides is added here. Nothing in the file is executed.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from ats_jax.bridge.family import (
 from ats_jax.config.build import with_settings
 from ats_jax.config.names import all_settings, default_of
 from ats_jax.config.schema import Config
+from ats_jax.store import paths
 
 LONGEST_ROW = 4096  # what data.seq_len is set to where a model has more positions
 
@@ -46,10 +46,10 @@ def read(file: str) -> ConfigReport:
 def _parse(path: Path) -> Mapping[str, Any]:
   expected = "Expected the config.json of a Hugging Face model."
   try:
-    values = json.loads(path.read_text(encoding="utf-8"))
+    values = paths.parse_json(path.read_text(encoding="utf-8"))
   except (OSError, UnicodeDecodeError) as error:
     raise ValueError(f"cannot be read as text: {error}") from error
-  except json.JSONDecodeError as error:
+  except ValueError as error:
     raise ValueError(f"is not JSON ({error}). {expected}") from error
   if not isinstance(values, dict):
     raise ValueError(f"is JSON, but not an object of names and values. {expected}")

@@ -105,6 +105,9 @@ def read_header(path: Path) -> dict[str, Tensor]:
   """
   size = path.stat().st_size
   with path.open("rb") as file:
+    if pointer := paths.lfs_pointer(file.read(64)):
+      raise ValueError(f"{path} is {pointer}.")
+    file.seek(0)
     length = int.from_bytes(file.read(8), "little")
     if size < 8 or length > min(MAX_HEADER, size - 8):
       raise ValueError(

@@ -20,6 +20,7 @@ from ats_jax.data.rows.dataset import Dataset
 from ats_jax.data.rows.packed import Packed
 from ats_jax.data.rows.packing import make_layout
 from ats_jax.data.text.holdout import Split
+from ats_jax.data.text.hub_dataset import TRAIN, VALIDATION
 from ats_jax.data.text.report import Report, in_words
 from ats_jax.data.text.source import SourceFile, content_fingerprint, find_files
 from ats_jax.data.text_format import format_of
@@ -99,7 +100,7 @@ def find_documents(
   Raises:
     ValueError: as `open_datasets`.
   """
-  files, fingerprint, passed_over = _find(cfg.paths, cfg)
+  files, fingerprint, passed_over = _find(cfg.paths, cfg, TRAIN)
   sifted = None
   if cfg.filters:
     from ats_jax.data.filters.sift import sift  # here: few texts are filtered
@@ -273,7 +274,7 @@ def open_split(cfg: DataConfig, seed: int, paths: Sequence[str], tokenizer: Toke
     opened = _open_prepared(cfg, folder, 0.0)
     prepared.check_tokenizer(folder, opened.tokenizer, tokenizer)
   else:
-    files, content, passed_over = _find(paths, cfg)
+    files, content, passed_over = _find(paths, cfg, VALIDATION)
     corpus = format_of(cfg).open_corpus(files, content, tokenizer, Split(0.0), DEFAULT_OPTIONS)
     opened = Opened(corpus, tokenizer, Split(0.0), content, passed_over)
   dataset = pack(cfg, seed, opened, np.arange(len(opened.corpus)), "all")
@@ -284,12 +285,14 @@ def open_split(cfg: DataConfig, seed: int, paths: Sequence[str], tokenizer: Toke
   return dataset
 
 
-def _find(paths: Sequence[str], cfg: DataConfig) -> tuple[list[SourceFile], str, dict[str, Any]]:
-  """The files of `paths`, the hash of their contents, and what was passed over."""
+def _find(
+  paths: Sequence[str], cfg: DataConfig, split: str
+) -> tuple[list[SourceFile], str, dict[str, Any]]:
+  """The files of a split of `paths`, the hash of their contents, and what was passed over."""
   root = cache.cache_root(cfg.cache_dir)
   lines = io.StringIO()
   report = Report(strict=cfg.strict, file=lines)
-  files = find_files(paths, report, root)
+  files = find_files(paths, report, root, split=split)
   passed_over = {**report.summary(), "files": []}
   if lines.getvalue():
     path = root / f"paths-{cache.digest(lines.getvalue())}.txt"

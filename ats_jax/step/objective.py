@@ -12,7 +12,7 @@ from ats_jax.config.schema import Config, StepConfig
 from ats_jax.data.batch import Batch, Field
 from ats_jax.model.decoder import Decoder
 from ats_jax.model.forward_pass import Pass
-from ats_jax.model.stats import StackStats
+from ats_jax.model.stats import StackStats, by_layer
 from ats_jax.ops.cross_entropy import LossSums, linear_cross_entropy, token_logprobs
 from ats_jax.step.compiler import Options
 
@@ -224,17 +224,22 @@ def _final_activations(
 
 
 def make_eval_step(cfg: Config, options: Options | None = None) -> jax.stages.Wrapped:
-  """Return the jitted `(model, batch [batch, seq], rules) -> float32[3]`.
+  """Return the jitted `(model, batch [batch, seq], rules, layers=False) -> float32[3]`.
 
-  The three are sums over tokens: cross-entropy in nats, correct predictions, counted tokens.
-  `rules` say how sparse layers choose and what is in 8 bits (`Program.rules`); `options` are of the
-  compiler.
+  The three are sums over tokens: cross-entropy in nats, correct predictions, counted tokens. With
+  `layers` two numbers follow for each layer that skips tokens: first of each the tokens that went
+  through it, then of each all tokens. `rules` say how sparse layers choose and what is in 8 bits
+  (`Program.rules`); `options` are of the compiler.
   """
 
-  @functools.partial(jax.jit, static_argnames="rules", compiler_options=options or None)
-  def eval_step(model: Decoder, batch: Batch, rules: Pass) -> jax.Array:
+  @functools.partial(jax.jit, static_argnames=("rules", "layers"), compiler_options=options or None)
+  def eval_step(model: Decoder, batch: Batch, rules: Pass, layers: bool = False) -> jax.Array:
     assert not rules.training, "training's routing sees the future"
-    sums, _ = loss_sums(model, batch, cfg.step, rules)
-    return jnp.stack([sums.cross_entropy, sums.correct, jnp.sum(batch["loss_mask"])])
+    sums, stats = loss_sums(model, batch, cfg.step, rules)
+    of_all = jnp.stack([sums.cross_entropy, sums.correct, jnp.sum(batch["loss_mask"])])
+    if not layers or stats.depth_L is None:
+      return of_all
+    mod = by_layer(stats, model.layout, "mod")
+    return jnp.concatenate([of_all, mod.routed, mod.tokens])
 
   return eval_step

@@ -110,6 +110,7 @@ class Program:
     facts = {c.op: f"{c.implementation} ({c.reason})" for c in self.choices}
     formats = dict.fromkeys(cfg.optimizer.formats().values())
     moments = f"moments {' and '.join(formats)}; " if formats else ""
+    facts["optimizer"] = cfg.optimizer.name
     facts["formats"] = (
       f"parameters {p.param_dtype}, matmuls {p.compute_dtype}, "
       f"{moments}norms, softmax and loss float32"

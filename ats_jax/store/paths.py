@@ -60,6 +60,7 @@ _ADVICE = {
 PUT_SHARE = 200
 MIN_PUT_SECS = 10.0
 PART_BYTES = 2**22
+_LFS = b"version https://git-lfs.github.com/spec/"
 
 
 def parse(text: str | os.PathLike[str]) -> Path:
@@ -176,12 +177,22 @@ def open_to_read(path: Path) -> BinaryIO:
   return open(path, "rb", opener=_open_regular)
 
 
+def lfs_pointer(head: str | bytes) -> str:
+  """What to say of a file that begins with `head`, if that is a pointer of Git LFS; else ""."""
+  head = head.encode(errors="replace") if isinstance(head, str) else head
+  if not head.startswith(_LFS):
+    return ""
+  return "a pointer of Git LFS, not the file itself: run `git lfs pull` where it was cloned"
+
+
 def parse_json(text: str | bytes) -> Any:
   """The value of a JSON text, with or without a byte order mark.
 
   Raises:
-    ValueError: if it is none, or is nested too deeply.
+    ValueError: if it is none, is nested too deeply, or is a pointer of Git LFS.
   """
+  if pointer := lfs_pointer(text[: len(_LFS)]):
+    raise ValueError(f"it is {pointer}")
   try:
     return json.loads(text.removeprefix("\ufeff") if isinstance(text, str) else text)
   except RecursionError:

@@ -29,11 +29,16 @@ def score(program: Program, model: Decoder, dataset: Rows, step: int) -> dict[st
   Returns:
     eval/loss (nats per token), eval/perplexity, eval/accuracy, eval/tokens, and
     eval/bits_per_byte where the bytes of the text are known; with layers in 8 bits eval/fp8_gap,
-    how much higher the loss is than without them. Means are over tokens, not batches.
+    how much higher the loss is than without them; for each layer that skips tokens
+    eval/mod/layer_routed/layer_NN, the share that went through it by the causal rule. Means are
+    over tokens, not batches.
   """
   rules = program.rules(step)
-  loss_sum, correct, tokens = _sums(program, model, dataset, rules)
+  loss_sum, correct, tokens, *by_layer = _sums(program, model, dataset, rules)
   metrics = eval_metrics(loss_sum, correct, tokens, dataset)
+  layers = len(by_layer) // 2
+  for number, (routed, of) in enumerate(zip(by_layer[:layers], by_layer[layers:], strict=True)):
+    metrics[f"eval/mod/layer_routed/layer_{number:02d}"] = routed / of
   if program.cfg.precision.fp8 and program.fp8:
     wider, *_ = _sums(program, model, dataset, dataclasses.replace(rules, fp8=False))
     metrics["eval/fp8_gap"] = (loss_sum - wider) / tokens
@@ -75,10 +80,12 @@ def score_all(
 
 
 def _sums(program: Program, model: Decoder, dataset: Rows, rules: Pass) -> list[float]:
-  """Loss, correct predictions and counted tokens over one evaluation."""
+  """What the eval step returns, summed over one evaluation."""
   mesh = jax.sharding.get_mesh()
   with eval_feed(program.cfg, dataset) as batches:
-    sums = [program.eval_step(model, to_global(batch, mesh), rules) for batch in batches]
+    sums = [
+      program.eval_step(model, to_global(batch, mesh), rules, layers=True) for batch in batches
+    ]
   return np.sum(jax.device_get(sums) or [np.zeros(3)], axis=0, dtype=np.float64).tolist()
 
 

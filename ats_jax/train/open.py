@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from ats_jax.checkpoint import CheckpointManager, StopSignal, abstract_like, workdir
+from ats_jax.cluster.liveness.device_watch import open_device_watch
 from ats_jax.cluster.liveness.watchdog import READING, Watchdog, open_watchdog
 from ats_jax.config import Config
 from ats_jax.config.build import CHANGES, resolve, with_changes
@@ -162,6 +163,7 @@ def open_run(
       watchers=(
         FolderWatch(checkpoints, cfg.log.every_steps),
         watchdog,
+        open_device_watch(cfg.log.every_steps),
         profile,
         log,
         meter,

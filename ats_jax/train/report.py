@@ -124,7 +124,8 @@ def say_unused_rows(cfg: Config, train_set: TrainRows, parameters: int) -> None:
 
 def scores(cfg: Config, train_set: TrainRows, valid_set: Rows, metrics: dict[str, float]) -> None:
   """Log validation scores, beside a bigram model's loss if asked (`eval.bigram_baseline`)."""
-  logging.info("validation: %s", ", ".join(f"{k[5:]} {shorten(v)}" for k, v in metrics.items()))
+  shown = {name[5:]: shorten(v) for name, v in metrics.items() if "/layer_routed/" not in name}
+  logging.info("validation: %s", ", ".join(f"{name} {value}" for name, value in shown.items()))
   if cfg.eval.bigram_baseline and valid_set.info.num_rows:
     baseline = bigram_baseline(cfg, train_set, valid_set)
     word = "below" if metrics["eval/loss"] < baseline else "NOT below"
@@ -224,7 +225,7 @@ def performance(stats: dict[str, Any]) -> str:
       ("{:.2f} GiB there", "memory/device_limit_gib", 1),
     ),
     "kernels": ", ".join(f"{op} {name}" for op, name in stats["kernels"].items()),
-    "compilation": f"{stats['goodput/compile_secs']:.1f} s",
+    "waited for compilation": f"{stats['goodput/compile_secs']:.1f} s",
     "compilation cache": stats["compilation_cache"],
   }
   return "\n".join(f"{title}: {text}" for title, text in lines.items() if text)

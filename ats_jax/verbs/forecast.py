@@ -218,6 +218,11 @@ def advise(known: dict[str, Any], target: float, worth: float) -> list[str]:
 def render(known: dict[str, Any], advice: list[str]) -> str:
   """The numbers of `report` and the advice as text."""
   run, end = known["run"], known["forecast"]
+  if run["step"] >= run["num_steps"]:
+    return (
+      f"{run['workdir']}: finished at step {run['step']:,} with {run['metric']} {run['last']:.3f}; "
+      "--at=STEP forecasts that from its rows up to a step"
+    )
   interval = lambda x: f"{'?' if x['low'] is None else format(x['low'], '.3f')} to {x['high']:.3f}"
   lines = [
     f"{run['workdir']}: step {run['step']:,} of {run['num_steps']:,}, {run['phase']}; "

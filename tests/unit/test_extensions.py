@@ -171,7 +171,7 @@ def test_a_data_format(config, tmp_path, caplog):
   source = """
 from ats_jax.extensions import formats
 
-@formats.register(".tsv")
+@formats.register(".tabs")
 def columns(path, text_field, report):
   with open(path) as lines:
     for number, line in enumerate(lines, 1):
@@ -182,8 +182,8 @@ def columns(path, text_field, report):
 """
   text = "".join(f"{i}\tthe cat number {i} sat on the mat\n" for i in range(40))
   caplog.set_level(logging.INFO)
-  (tmp_path / "cats.tsv").write_text(f"broken\n{text}")
-  changes = {"data.paths": (str(tmp_path / "cats.tsv"),), "data.tokenizer": "bytes"}
+  (tmp_path / "cats.tabs").write_text(f"broken\n{text}")
+  changes = {"data.paths": (str(tmp_path / "cats.tabs"),), "data.tokenizer": "bytes"}
   # Another reader of the same file makes another corpus.
   for reader in (source, source.replace("[1].strip", "[1].upper")):
     cfg = load_extensions(config(reader, changes))

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ats_jax.config.schema.text_format import ROLES
+from ats_jax.store import paths
 
 ALIASES = {
   **{role: role for role in ROLES},
@@ -11,6 +12,7 @@ ALIASES = {
   "human": "user",
   "prompter": "user",
   "gpt": "assistant",
+  "function_call": "assistant",
   "model": "assistant",
   "bot": "assistant",
   "chatbot": "assistant",
@@ -20,6 +22,13 @@ ALIASES = {
   "ipython": "tool",
 }
 _LISTS = ("messages", "conversation", "conversations")  # fields that hold a list of turns
+_MEDIA = ("images", "videos", "audios", "image", "video", "audio")
+_VERDICTS = ("label", "kto_tag")  # false for an answer that is not to be learnt
+# All that is read of a record: tables need not read more.
+FIELDS = (
+  *_LISTS, "prompt", "completion", "instruction", "input", "output", "history", "system", "tools",
+  *_MEDIA, *_VERDICTS,
+)  # fmt: skip
 _DEEPEST = 100  # objects and lists of tools and their calls, one in the other
 _ROLE, _TEXT = ("role", "from"), ("content", "value")  # what a turn calls them, ShareGPT's second
 
@@ -65,13 +74,16 @@ def read_conversation(record: Mapping[str, Any]) -> Conversation:
   The schemas, the first that fits: a list of turns in `messages`, `conversation` or
   `conversations`, each {role, content} or {from, value}; `prompt` and `completion`, two texts or
   two lists of turns; `instruction`, `output` and perhaps `input`. A text `system` beside them is
-  a turn of its own in front. A field that is null, as tables fill up rows, is not there.
+  a turn of its own in front, the pairs of `history` are turns before the question, and `tools` may
+  be JSON text. A field that is null, as tables fill up rows, is not there.
 
   Raises:
     MalformedError: if it holds none, or one without a turn to learn from.
   """
+  has = list(record)
   record = {name: value for name, value in record.items() if value is not None}
-  turns = _turns(record)
+  _check_meaning(record)
+  turns = _turns(record, has)
   if not turns:
     raise MalformedError("no turns", "the conversation has no turn")
   messages = [_message(turn, number) for number, turn in enumerate(turns, 1)]
@@ -83,14 +95,35 @@ def read_conversation(record: Mapping[str, Any]) -> Conversation:
       "no answer", "no turn is of the role assistant, so there is nothing to learn"
     )
   tools = record.get("tools")
+  if isinstance(tools, str):
+    tools = _json(tools, "field 'tools'") if tools.strip() else None
   if tools is not None and not isinstance(tools, list):
     raise MalformedError("tools not a list", f"field 'tools' is {_kind(tools)}, not a list")
   _check_depth(tools, "field 'tools'")
   return Conversation(tuple(messages), tools or None)
 
 
+def _check_meaning(record: Mapping[str, Any]) -> None:
+  """Refuse a record of which a part that is not read changes what the rest means."""
+  for name in _MEDIA:
+    if record.get(name):
+      raise MalformedError("not text alone", f"field {name!r} is not empty: only text can be read")
+  for name in _VERDICTS:
+    if record.get(name) is False:
+      raise MalformedError("answer not to learn", f"field {name!r} is false, so its answer is bad")
+
+
+def _json(text: str, where: str) -> Any:
+  try:
+    return paths.parse_json(text)
+  except ValueError as e:
+    raise MalformedError("broken JSON", f"{where} is text that is no JSON ({e})") from e
+
+
 def _check_depth(value: Any, where: str, left: int = _DEEPEST) -> None:
   """Refuse what could not be sent to another process."""
+  if isinstance(value, bytes):
+    raise MalformedError("bytes", f"{where} holds bytes, which are no text")
   parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
   if parts and not left:
     raise MalformedError("nested too deeply", f"{where} is nested more than {_DEEPEST} deep")
@@ -98,28 +131,46 @@ def _check_depth(value: Any, where: str, left: int = _DEEPEST) -> None:
     _check_depth(part, where, left - 1)
 
 
-def _turns(record: Mapping[str, Any]) -> list[Any]:
-  """The turns as the record has them, or as it would have them under `messages`."""
+def _turns(record: Mapping[str, Any], has: Sequence[str]) -> list[Any]:
+  """The turns as the record has them, or as it would have them under `messages`.
+
+  `has` are the names of its fields, for a message.
+  """
+  earlier = _earlier(record.get("history") or [])
   for name in _LISTS:
     if name in record:
+      if earlier:
+        raise MalformedError("history", f"field 'history' stands beside the turns of {name!r}")
       if not isinstance(record[name], list):
         raise MalformedError(
           "turns not a list", f"field {name!r} is {_kind(record[name])}, not a list of turns"
         )
       return record[name]
   if {"prompt", "completion"} <= record.keys():
-    return _part(record, "prompt", "user") + _part(record, "completion", "assistant")
+    asked = _part(record, "prompt", "user")
+    return earlier + asked + _part(record, "completion", "assistant")
   if {"instruction", "output"} <= record.keys():
     asked = [_text(record, "instruction")]
     if record.get("input"):
       asked.append(_text(record, "input"))
-    return [_turn("user", "\n\n".join(asked)), _turn("assistant", _text(record, "output"))]
-  has = ", ".join(map(repr, list(record)[:8])) or "nothing"
+    question = _turn("user", "\n\n".join(asked))
+    return [*earlier, question, _turn("assistant", _text(record, "output"))]
   raise MalformedError(
     "no conversation",
     "no messages, conversation, conversations, prompt with completion, or instruction with output "
-    f"(it has {has})",
+    f"(it has {', '.join(map(repr, has[:8])) or 'nothing'})",
   )
+
+
+def _earlier(history: Any) -> list[Any]:
+  """The turns of `history`, pairs of a question and an answer."""
+  pairs = history if isinstance(history, list) else [history]
+  turns = []
+  for number, pair in enumerate(pairs, 1):
+    if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(t, str) for t in pair):
+      raise MalformedError("history", f"pair {number} of 'history' is no list of two texts")
+    turns += [_turn("user", pair[0]), _turn("assistant", pair[1])]
+  return turns
 
 
 def _part(record: Mapping[str, Any], name: str, role: str) -> list[Any]:
@@ -152,6 +203,8 @@ def _message(turn: Any, number: int) -> Message:
       "unknown role", f"turn {number} has the role {role!r:.40}; known are {known}"
     )
   text_field = next((name for name in _TEXT if name in turn), "content")
+  if role.lower() == "function_call":  # of ShareGPT: the text is the call
+    turn |= {text_field: "", "tool_calls": _calls(turn.get(text_field), number)}
   content = _content(turn.get(text_field), turn, number)
   weight = turn.get("weight", 1)
   if weight not in (0, 1):
@@ -161,6 +214,16 @@ def _message(turn: Any, number: int) -> Message:
   extra = {k: v for k, v in turn.items() if k not in (role_field, text_field, "weight")}
   _check_depth(extra, f"turn {number}")
   return Message(ALIASES[role.lower()], content, bool(weight), extra)
+
+
+def _calls(text: Any, number: int) -> list[Any]:
+  """The tool calls in the text of a turn of the role function_call: one, or a list."""
+  where = f"turn {number} of the role function_call"
+  found = _json(text, where) if isinstance(text, str) else text
+  calls = found if isinstance(found, list) else [found]
+  if not calls or not all(isinstance(call, dict) and "name" in call for call in calls):
+    raise MalformedError("no tool call", f"{where} holds no object with a name")
+  return [{"type": "function", "function": call} for call in calls]
 
 
 def _content(content: Any, turn: Mapping[str, Any], number: int) -> str:

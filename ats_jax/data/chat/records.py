@@ -2,7 +2,12 @@
 
 from collections.abc import Iterator
 
-from ats_jax.data.chat.conversation import Conversation, MalformedError, read_conversation
+from ats_jax.data.chat.conversation import (
+  FIELDS,
+  Conversation,
+  MalformedError,
+  read_conversation,
+)
 from ats_jax.data.text.formats import opening
 from ats_jax.data.text.formats.records import READERS, records
 from ats_jax.data.text.formats.text import Piece
@@ -25,7 +30,7 @@ def _conversations(file: SourceFile, report: Report) -> Iterator[tuple[int, Conv
     report.skip("no records", file.path)
     return
   try:
-    for place, row in records(file.path, None, report):
+    for place, row in records(file.path, FIELDS, report):
       try:
         conversation = read_conversation(row)
       except MalformedError as e:

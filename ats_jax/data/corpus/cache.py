@@ -160,5 +160,5 @@ def locked(path: Path) -> Iterator[None]:
 def write_atomically(path: Path, text: str) -> None:
   """Writes a small text file so that a reader sees all of it or none."""
   unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-  unfinished.write_text(text)
+  unfinished.write_text(text, encoding="utf-8", errors="surrogateescape")
   unfinished.replace(path)

@@ -14,12 +14,12 @@ from ats_jax.config.schema.filters import spelled
 from ats_jax.data.corpus import cache
 from ats_jax.data.corpus.corpus import Corpus, warn_of_malformed
 from ats_jax.data.text.holdout import Split
+from ats_jax.data.text.source import PREPARED as INDEX
 from ats_jax.data.text.source import SourceFile
 from ats_jax.data.tokens.file import load_tokenizer, save_tokenizer
 from ats_jax.data.tokens.tokenizer import Tokenizer
 from ats_jax.store.paths import Path as StorePath
 
-INDEX = "prepared.json"
 TOKENIZER = "tokenizer.json"
 NOTHING_PASSED_OVER: dict[str, Any] = {"malformed": {}, "skipped": {}, "first": [], "files": []}
 

@@ -55,7 +55,7 @@ def write_corpus(
     ValueError: if `cfg.strict` and something is malformed, or as `fill`.
   """
   began = time.monotonic()
-  with open(folder / REPORT, "w", errors="backslashreplace") as report_file:
+  with open(folder / REPORT, "w", encoding="utf-8", errors="backslashreplace") as report_file:
     report = Report(strict=cfg.strict, file=report_file)
     with contextlib.closing(Shards(folder, files, tokenizer.vocab_size, options)) as shards:
       fill(shards, report)

@@ -1,9 +1,9 @@
 """Paths -> files -> documents of text or token ids, with everything that is malformed named."""
 
 import contextlib
+import functools
 import glob
 import hashlib
-import json
 import os
 import re
 import sysconfig
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from ats_jax.data.corpus import cache
-from ats_jax.data.text import remote
+from ats_jax.data.text import hub_dataset, remote
 from ats_jax.data.text.formats import opening, records, text, token_files
 from ats_jax.data.text.formats.text import Piece
 from ats_jax.data.text.report import Report
@@ -26,7 +26,11 @@ if TYPE_CHECKING:  # imported by runs that filter
 # report) -> iterator of documents: each a string, or `Piece`s. `report` takes what is malformed.
 # Those of this package are in the modules of `formats`; they count their records in `report` too.
 BUILT_IN = (records, text, token_files)
-_STREAMED = {*text.SUFFIXES.split(), ".jsonl", ".ndjson"}  # these may be compressed
+PREPARED = "prepared.json"  # in a folder of `ats-jax data prepare`
+_OWN = ({"config.json", "run_id"}, {PREPARED})  # a run has both before it reads its text
+_OWN_FOLDER = "workdir or data cache of this program"
+_LONGEST_POINTER = 1024  # bytes, by the specification of Git LFS
+_STREAMED = {*text.SUFFIXES.split(), *records.STREAMED}  # these may be compressed
 
 
 class SourceFile(NamedTuple):
@@ -50,31 +54,40 @@ class MissingTextError(ValueError):
 
 
 def find_files(
-  paths: Sequence[str], report: Report, root: Path | None = None, *, copies: bool = True
+  paths: Sequence[str],
+  report: Report,
+  root: Path | None = None,
+  *,
+  copies: bool = True,
+  split: str = hub_dataset.TRAIN,
 ) -> list[SourceFile]:
   """The files that `DataConfig.paths` names, in a fixed order, each once.
 
   What is there but is no regular file (to open a pipe waits for a writer, a device may never end)
-  goes to `report`. A broken link is kept: it is unreadable when its documents are read.
+  goes to `report`, and so do pointers of Git LFS. A broken link is kept: it is unreadable when its
+  documents are read. Of a folder or a glob, the workdirs of runs and the data cache are passed
+  over, and so is what `hub_dataset.choose` says.
 
   Args:
     paths: files, folders and globs, local or on a store; empty = the standard library's sources.
     report: takes what is passed over.
     root: of the cache, for copies of what is on a store; None = the usual one.
     copies: make them; else what is on a store has its address as its path.
+    split: the split to read of a dataset, "train" or "validation".
 
   Raises:
     ValueError: for a path that does not exist or a glob without a match (a `MissingTextError`), a
-      file whose suffix says nothing, or no file at all.
+      file whose suffix says nothing, no file at all, or a dataset that does not say what it would
+      train on.
   """
   if not paths:
     return _standard_library(report)
   by_real_path: dict[str, SourceFile] = {}
   for entry in paths:
     if paths_of_stores.is_remote(entry):
-      expanded = _expand_remote(entry, report, copies, root or cache.cache_root(""))
+      expanded = _expand_remote(entry, report, copies, root or cache.cache_root(""), split)
     else:
-      expanded = _expand(os.path.expanduser(entry), report)
+      expanded = _expand(os.path.expanduser(entry), report, root, split)
     for path, name in expanded:
       is_url = paths_of_stores.is_remote(path)
       real = path if is_url else os.path.realpath(path)
@@ -82,6 +95,8 @@ def find_files(
         report.bad("not a regular file", path, "not a regular file but a pipe, socket or device")
       elif real in by_real_path:
         report.skip("listed twice", path)
+      elif pointer := "" if is_url else _lfs_pointer(real):
+        report.bad("pointer of Git LFS", path, pointer)
       else:
         by_real_path[real] = SourceFile(
           path if is_url else os.path.abspath(path), name, _kind(name)
@@ -105,15 +120,27 @@ def _standard_library(report: Report) -> list[SourceFile]:
   return list(files)
 
 
-def _expand(entry: str, report: Report) -> Iterator[tuple[str, str]]:
+def _lfs_pointer(path: str) -> str:
+  with contextlib.suppress(OSError):  # reported when its documents are read
+    if os.path.getsize(path) < _LONGEST_POINTER:
+      with open(path, "rb") as file:
+        return paths_of_stores.lfs_pointer(file.read(64))
+  return ""
+
+
+def _expand(
+  entry: str, report: Report, cache_root: Path | None, split: str
+) -> Iterator[tuple[str, str]]:
   """(path, name) of the files under one entry.
 
   A name is relative to the entry's folder, so the split survives a move of the data.
   """
   if os.path.isdir(entry):
-    for path, name in _walk(entry, report):
-      if _is_known(path, report):
-        yield path, name
+    found = list(_walk(entry, report, cache_root))
+    card = os.path.join(entry, hub_dataset.CARD)
+    yield from _of_split(
+      entry, found, card if os.path.isfile(card) else None, report, split, is_folder=True
+    )
   elif os.path.exists(entry) or os.path.islink(entry):
     _named(entry)
     yield entry, Path(entry).name
@@ -125,23 +152,54 @@ def _expand(entry: str, report: Report) -> Iterator[tuple[str, str]]:
         f"paths: the glob {entry!r} matches no file (seen from {os.getcwd()!r})."
       )
     fixed = os.path.dirname(re.split(r"[*?\[]", entry)[0])
+    found = []
+    is_own = functools.cache(lambda folder: _is_own(folder, os.listdir(folder), cache_root))
     for path in matches:
-      if _is_known(path, report):
-        yield path, Path(os.path.relpath(path, fixed or ".")).as_posix()
+      name = Path(os.path.relpath(path, fixed or ".")).as_posix()
+      if any(is_own(os.path.join(fixed, folder)) for folder in Path(name).parents[:-1]):
+        report.skip(_OWN_FOLDER, path)
+      else:
+        found.append((path, name))
+    yield from _of_split(entry, found, None, report, split, is_folder=False)
   else:
     named = " Sources with names are given in data.sources." if "=" in entry else ""
     raise MissingTextError(f"paths: {entry!r} does not exist (seen from {os.getcwd()!r}).{named}")
 
 
 def _expand_remote(
-  entry: str, report: Report, copies: bool, root: Path
+  entry: str, report: Report, copies: bool, root: Path, split: str
 ) -> Iterator[tuple[str, str]]:
   files = remote.listed(entry)
   if len(files) == 1:
     _named(files[0].name)
-  for file in files:
-    if _is_known(file.name, report):
-      yield remote.copied(file, root) if copies else remote.url_of(file), file.name
+    chosen = [(files[0].name, files[0].name)]
+  else:
+    card = next((file for file in files if file.name == hub_dataset.CARD), None)
+    found = [(file.name, file.name) for file in files]
+    copy = remote.copied(card, root) if card else None
+    chosen = _of_split(entry, found, copy, report, split, is_folder=not glob.has_magic(entry))
+  by_name = {file.name: file for file in files}
+  for name, _ in chosen:
+    file = by_name[name]
+    yield remote.copied(file, root) if copies else remote.url_of(file), name
+
+
+def _of_split(
+  entry: str,
+  found: list[tuple[str, str]],
+  card: str | None,
+  report: Report,
+  split: str,
+  *,
+  is_folder: bool,
+) -> list[tuple[str, str]]:
+  """Those of the files of an entry that are read: of a known format, and of the split."""
+  known = [(path, name) for path, name in found if _is_known(path, name, report)]
+  others = hub_dataset.choose(entry, [name for _, name in known], card, split, is_folder=is_folder)
+  for path, name in known:
+    if name in others:
+      report.skip(others[name], path)
+  return [(path, name) for path, name in known if name not in others]
 
 
 def _has_reader(path: str) -> bool:
@@ -149,8 +207,11 @@ def _has_reader(path: str) -> bool:
   return suffix in formats and (suffix in _STREAMED or not opening.is_compressed(path))
 
 
-def _is_known(path: str, report: Report) -> bool:
-  known = _has_reader(path)
+def _is_known(path: str, name: str, report: Report) -> bool:
+  if opening.suffix(name) == ".json" and os.path.basename(name) in hub_dataset.METADATA:
+    report.skip("metadata of a dataset", path)
+    return False
+  known = _has_reader(name)
   if not known:
     report.skip("unknown suffix", path)
   return known
@@ -163,13 +224,13 @@ def _named(path: str) -> None:
     return
   if suffix in formats:
     raise ValueError(
-      f"paths: {path!r} is compressed, which only text and JSON lines may be: {suffix} files are "
+      f"paths: {path!r} is compressed, which only text, JSON and CSV may be: {suffix} files are "
       "read from anywhere in them. Decompress it."
     )
   raise ValueError(
     f"paths: {path!r} has a suffix that says nothing about its format. "
     f"Known suffixes: {' '.join(sorted(formats))}, and {' '.join(opening.OPENERS)} behind those of "
-    "text and JSON lines."
+    "text, JSON and CSV."
   )
 
 
@@ -180,46 +241,33 @@ def _kind(path: str) -> str:
   return f"{suffix} of {owner}" if owner else formats.find(suffix).__name__
 
 
-def _walk(root: str, report: Report) -> Iterator[tuple[str, str]]:
+def _is_own(folder: str, files: Sequence[str], cache_root: Path | None) -> bool:
+  """Whether this program wrote what is in a folder: a workdir, prepared data, the data cache."""
+  is_cache = cache_root and os.path.realpath(folder) == os.path.realpath(cache_root)
+  return bool(is_cache) or any(names.issubset(files) for names in _OWN)
+
+
+def _walk(root: str, report: Report, cache_root: Path | None = None) -> Iterator[tuple[str, str]]:
   def unreadable(e: OSError) -> None:
     report.bad("unreadable", str(e.filename), f"the folder cannot be listed ({e.strerror})")
 
   seen = set()
   for folder, folders, files in os.walk(root, onerror=unreadable, followlinks=True):
-    if os.path.realpath(folder) in seen:  # a link back up
+    real = os.path.realpath(folder)
+    is_own = _is_own(folder, files, cache_root)
+    if is_own:
+      report.skip(_OWN_FOLDER, folder)
+    if is_own or real in seen:  # a link back up
       folders.clear()
       continue
-    seen.add(os.path.realpath(folder))
+    seen.add(real)
     folders[:] = sorted(f for f in folders if not f.startswith(".") and f != "__pycache__")
-    for file in _chosen(folder, sorted(f for f in files if not f.startswith(".")), report):
+    kept, left_out = hub_dataset.saved(folder, sorted(files))
+    for file in left_out:
+      report.skip("not part of the dataset", os.path.join(folder, file))
+    for file in (f for f in kept if not f.startswith(".")):
       path = os.path.join(folder, file)
       yield path, Path(os.path.relpath(path, root)).as_posix()
-
-
-def _chosen(folder: str, files: list[str], report: Report) -> list[str]:
-  """Those of a folder that are read: of a Hugging Face dataset, those that it says are its data.
-
-  Raises:
-    ValueError: if it holds several splits, of which nobody said which to train on.
-  """
-  if "dataset_dict.json" in files:
-    splits = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
-    raise ValueError(
-      f"paths: {folder!r} is a dataset with the splits {', '.join(splits)}. Name the one to read, "
-      f"e.g. {os.path.join(folder, splits[0] if splits else 'train')}."
-    )
-  if not {"state.json", "dataset_info.json"}.issubset(files):
-    return files
-  try:
-    with open(os.path.join(folder, "state.json"), encoding="utf-8") as file:
-      named = [part["filename"] for part in json.load(file)["_data_files"]]
-  except (OSError, ValueError, KeyError, TypeError) as e:
-    raise ValueError(
-      f"{folder}/state.json of a dataset cannot be read: {e!r}. Save it anew."
-    ) from e
-  for file in set(files) - {*named, "state.json", "dataset_info.json"}:
-    report.skip("not part of the dataset", os.path.join(folder, file))
-  return named
 
 
 def content_fingerprint(files: list[SourceFile], root: Path) -> str:

@@ -226,13 +226,14 @@ def build_tokenizer(
     return _bpe(_train_bpe(cfg.bpe_vocab_size, train_texts()))
 
   def build(folder: Path) -> dict[str, Any]:
-    (folder / "tokenizer.json").write_text(_train_bpe(cfg.bpe_vocab_size, train_texts()))
+    text = _train_bpe(cfg.bpe_vocab_size, train_texts())
+    (folder / "tokenizer.json").write_text(text, encoding="utf-8")
     return {}
 
   sample = _sample_bytes(cfg.bpe_vocab_size)
   key = cache.digest("bpe", corpus_fingerprint, cfg.bpe_vocab_size, sample, _CUT)
   folder = cache.cached(cache.cache_root(cfg.cache_dir), f"bpe-{key}", build)
-  return _bpe((folder.path / "tokenizer.json").read_text())
+  return _bpe((folder.path / "tokenizer.json").read_text(encoding="utf-8"))
 
 
 def _sample_bytes(vocab_size: int) -> int:
@@ -439,12 +440,12 @@ def _of_ranks(
     with contextlib.ExitStack() as stack:
       stack.push(_value_error)
       spec = tiktoken_file.converted(raw, encoding)
-    (folder / "tokenizer.json").write_text(json.dumps(spec))
+    (folder / "tokenizer.json").write_text(json.dumps(spec), encoding="utf-8")
     return {}
 
   key = cache.digest("tiktoken", hashlib.sha256(raw).hexdigest(), encoding)
   folder = cache.cached(cache.cache_root(cache_dir), f"tiktoken-{key}", build)
-  return json.loads((folder.path / "tokenizer.json").read_text())
+  return json.loads((folder.path / "tokenizer.json").read_text(encoding="utf-8"))
 
 
 def _sentencepiece(path: paths.Path, raw: bytes, config: Mapping[str, Any]) -> Tokenizer:

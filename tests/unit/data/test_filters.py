@@ -16,6 +16,7 @@ from ats_jax.data.corpus.shards import TokeniseOptions
 from ats_jax.data.filters import duplicates, judge, parts, sieve, sift
 from ats_jax.data.filters.judge import DocumentHead, Judge
 from ats_jax.data.splits import open_datasets, open_documents, prepare
+from ats_jax.data.text import hub_dataset
 from ats_jax.data.text.formats.text import PIECE, Piece, cut_text
 
 without = pytest.mark.skipif(
@@ -141,9 +142,8 @@ def test_blocks_are_what_was_judged():
 
 
 def test_a_file_that_changed_is_noticed(folder, config, monkeypatch):
-  opened = sift.sift(
-    config(filters=(Exact(),)), splits._find((str(folder),), config())[0], "", TokeniseOptions(0)
-  )  # fmt: skip
+  files, *_ = splits._find((str(folder),), config(), hub_dataset.TRAIN)
+  opened = sift.sift(config(filters=(Exact(),)), files, "", TokeniseOptions(0))
   own = next(file.sieve for file in opened.files if file.name == "a.jsonl")
   report = sift.Report(strict=False)
   for count in (39, 41):

@@ -96,8 +96,8 @@ class TestCompressed:
   @pytest.mark.parametrize(
     ("name", "message"),
     [
-      ("a.npy.gz", "is compressed, which only text and JSON lines may be"),
-      ("a.parquet.gz", "is compressed, which only text and JSON lines may be"),
+      ("a.npy.gz", "is compressed, which only text, JSON and CSV may be"),
+      ("a.parquet.gz", "is compressed, which only text, JSON and CSV may be"),
       ("a.gz", r"a\.gz' has a suffix that says nothing"),
     ],
   )
@@ -192,6 +192,82 @@ class TestTables:
     joined, report = read(path)
     assert len(joined) < 3000 and report.malformed == {"unreadable": 1}
 
+  @pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+  def test_values_are_those_of_json(self, pa, tmp_path, suffix):
+    turns = [[{"n": 1, "x": None}, None], [], None, [{"n": None, "x": [None, 2]}]]
+    json_lists = pa.ListArray.from_arrays(
+      pa.array([0, 1, 1, 2, 3], pa.int32()),
+      pa.ExtensionArray.from_storage(
+        pa.json_(pa.string()), pa.array(['{"a": null}', "[1]", None], pa.string())
+      ),
+    )
+    columns = {
+      "turns": (pa.array(turns), [[{"n": 1}, None], [], None, [{"x": [None, 2]}]]),
+      "json": (json_lists, [[{"a": None}], [], [[1]], [None]]),
+      "map": (
+        pa.array([[("a", 1)], None, [], [("b", None)]], pa.map_(pa.string(), pa.int64())),
+        [{"a": 1}, None, {}, {"b": None}],
+      ),
+      "word": (pa.array(["a", None, "b", "a"]).dictionary_encode(), ["a", None, "b", "a"]),
+      "year": (
+        pa.array([-2 * 62135596800000000] * 4, pa.int64()).cast(pa.timestamp("us")),
+        ["-1968-01-02 00:00:00.000000"] * 4,
+      ),
+      "nanos": (
+        pa.array([1, 2, None, 3], pa.timestamp("ns")),
+        [*(f"1970-01-01 00:00:00.00000000{n}" for n in (1, 2)), None,
+         "1970-01-01 00:00:00.000000003"],
+      ),
+      "price": (pa.array([1, 2, None, 3]).cast(pa.decimal128(21, 2)), [1.0, 2.0, None, 3.0]),
+      "fixed": (pa.array([[1, 2], None, [3, 4], [5, 6]], pa.list_(pa.int64(), 2)),
+                [[1, 2], None, [3, 4], [5, 6]]),
+      "bytes": (pa.array([b"x"] * 4), [b"x"] * 4),
+    }  # fmt: skip
+    table = pa.table({name: column for name, (column, _) in columns.items()})
+    path = tmp_path / f"a.{suffix}"
+    if suffix == "parquet":
+      importlib.import_module("pyarrow.parquet").write_table(table, path)
+    else:
+      with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table.slice(1))  # values of a slice begin within their buffers
+        writer.write_table(table)
+    report = Report(strict=True)
+    rows = [row for _, row in records.records(str(path), tuple(columns), report)][-4:]
+    for name, (_, expected) in columns.items():
+      assert [row[name] for row in rows] == expected, name
+    assert all(
+      row == dict.fromkeys(columns) | {"word": row["word"]}
+      for _, row in records.records(str(path), ("word",), report)
+    )  # no other column is read
+
+  def test_a_damaged_page_costs_its_group_alone(self, pa, tmp_path):
+    parquet = importlib.import_module("pyarrow.parquet")
+    path, rows = tmp_path / "a.parquet", [os.urandom(20).hex() for _ in range(400)]
+    parquet.write_table(
+      pa.table({"text": rows}), path, row_group_size=100, compression="zstd", use_dictionary=False
+    )
+    start = parquet.ParquetFile(path).metadata.row_group(1).column(0).data_page_offset
+    raw = bytearray(path.read_bytes())
+    raw[start : start + 400] = bytes(400)
+    path.write_bytes(raw)
+    joined, report = read(path)
+    assert {line: text for (_, line), text in joined.items()} == {
+      n: text for n, text in enumerate(rows, 1) if not 100 < n <= 200
+    }
+    assert report.malformed == {"unreadable": 100} and report.records == 400
+    assert "a.parquet:101: 100 rows cannot be read" in report.first[0]
+
+  def test_zstd_with_a_long_window(self, write):
+    keys = zstd().CompressionParameter
+    options = {
+      keys.window_log: 31,
+      keys.enable_long_distance_matching: 1,
+      keys.content_size_flag: 0,
+    }
+    packer = zstd().ZstdCompressor(options=options)
+    raw = packer.compress(json_lines(["a", "b"])) + packer.flush()
+    assert list(read(write("a.jsonl.zst", raw))[0].values()) == ["a", "b"]
+
   def test_a_dataset_that_was_saved(self, tmp_path, config):
     datasets = importlib.import_module("datasets")
     data = datasets.Dataset.from_dict({"text": TEXTS, "n": list(range(len(TEXTS)))})
@@ -203,8 +279,8 @@ class TestTables:
     shuffled.save_to_disk(str(tmp_path / "two"))
     assert texts(tmp_path / "two", config)[0] == [TEXTS[3], TEXTS[1]]
     datasets.DatasetDict(train=data, test=shuffled).save_to_disk(str(tmp_path / "both"))
-    with pytest.raises(ValueError, match=r"splits test, train\. Name the one to read"):
-      texts(tmp_path / "both", config)
+    assert list(read(tmp_path / "both")[0].values()) == TEXTS  # to train on
+    assert texts(tmp_path / "both", config)[0] == [TEXTS[3], TEXTS[1]]  # to validate on
     assert texts(tmp_path / "both" / "train", config)[0] == TEXTS
     (tmp_path / "two" / "state.json").write_text("{")
     with pytest.raises(ValueError, match=r"state\.json of a dataset cannot be read"):
@@ -302,3 +378,85 @@ def test_opening_says_what_is_wrong(tmp_path):
   assert opening.reason(raised.value) == "No such file or directory"
   assert opening.reason(EOFError("cut off.\nhere")) == "cut off. here"
   assert opening.suffix("a/B.JSONL.GZ") == ".jsonl" and opening.suffix("a.gz") == ""
+
+
+def llm_c(ids, magic=20240520, version=1, dtype="<u2", count=None):
+  header = np.zeros(256, "<i4")
+  header[:3] = magic, version, len(ids) if count is None else count
+  return header.tobytes() + np.asarray(ids, dtype).tobytes()
+
+
+class TestOtherPrograms:
+  """Files as other programs write them, which their first bytes say."""
+
+  @pytest.mark.parametrize("kind", [{}, {"magic": 20240801, "version": 7, "dtype": "<u4"}])
+  def test_token_files_with_a_header(self, write, config, kind):
+    found, _ = texts(write("a.bin", llm_c([257, 65, 66, 257, 67], **kind)), config)
+    assert found == ["AB", "C"]
+
+  def test_a_token_file_that_its_header_contradicts(self, write, config):
+    with pytest.raises(ValueError, match=r"a\.bin: 1,028 bytes, and its header.*says \[9\] ids"):
+      texts(write("a.bin", llm_c([65, 66], count=9)), config)
+
+  def test_pointers_of_git_lfs_are_named_and_not_read(self, write):
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1234567\n"
+    for name in ("a.txt", "a.jsonl", "a.parquet", "a.npy"):
+      write(f"d/{name}", pointer)
+    path = write("d/b.txt", "of a version https://git-lfs.github.com/spec/v1")
+    report = Report(strict=False)
+    assert [file.path for file in find_files((str(path.parent),), report)] == [str(path)]
+    assert report.malformed == {"pointer of Git LFS": 4}
+    assert "a pointer of Git LFS, not the file itself: run `git lfs pull`" in report.first[0]
+
+  @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.txt"])
+  def test_marks_where_files_were_joined(self, write, name):
+    half = {"a.csv": "id,text\n1,é\n", "a.txt": "é\n"}.get(name, '{"text": "é"}\n')
+    joined, report = read(write(name, f"\ufeff{half}" * 2))
+    assert "".join(joined.values()).replace("\n", "") == "éé" and not report.malformed
+
+
+JSON_FILES = [
+  ('{"text": "a"}\n\n{"text": "b"}', {1: "a", 3: "b"}, {}),  # lines, as C4's
+  ('[{"text": "a"}, {"text": "b"}]', {1: "a", 2: "b"}, {}),
+  ('[\n  {\n "text": "a"\n},\n{"text": "]"}\n]\n', {1: "a", 2: "]"}, {}),
+  ('{\n "text": "a"\n}', {1: "a"}, {}),
+  ('{"text": "a"}', {1: "a"}, {}),
+  ('\ufeff[{"text": "a"}]', {1: "a"}, {}),
+  ('[{"text": "a"}, 7, {"text": "b"}]', {1: "a", 3: "b"}, {"not an object": 1}),
+  ('[{"text": "a"}, {"text": b}, {"text": "c"}]', {1: "a"}, {"broken JSON": 1}),
+  ('[{"text": "a"}', {1: "a"}, {"broken JSON": 1}),
+  ('[{"text": "' + "x" * 3_000_000 + '"}, {"text": "b"}]', {1: "x" * 3_000_000, 2: "b"}, {}),
+  (b'[{"text": "a"}, {"text": "\xe9"}, {"text": "c"}]', {1: "a", 3: "c"}, {"not UTF-8": 1}),
+  ("[]", {}, {}),
+  ("", {}, {}),
+  ("[" * 100_000, {}, {"broken JSON": 1}),
+]
+
+
+@pytest.mark.parametrize(("content", "expected", "malformed"), JSON_FILES)
+def test_json_files(write, content, expected, malformed):
+  raw = content if isinstance(content, bytes) else content.encode()
+  for path in (write("a.json", raw), write("a.json.gz", gzip.compress(raw))):
+    joined, report = read(path)
+    assert {line: text for (_, line), text in joined.items()} == expected
+    assert report.malformed == malformed
+
+
+CSV_FILES = [
+  ('text,n\n"a, ""b""\nc",1\nd,2\n', {2: 'a, "b"\nc', 4: "d"}, {}),
+  ("text,n\r\na,1\r\n\r\nb,2", {2: "a", 4: "b"}, {}),
+  ("text,n\na\nb,2\n", {3: "b"}, {"broken CSV": 1}),
+  (b"text,n\n\xe9,1\nb,2\n", {3: "b"}, {"not UTF-8": 1}),
+  ("n,body\n1,a\n", {}, {"missing field": 1}),
+]
+
+
+@pytest.mark.parametrize(("content", "expected", "malformed"), CSV_FILES)
+def test_csv_files(write, content, expected, malformed):
+  raw = content if isinstance(content, bytes) else content.encode()
+  for path in (write("a.csv", raw), write("a.tsv", raw.replace(b",", b"\t"))):
+    joined, report = read(path)
+    tab = path.suffix == ".tsv"
+    expect = {n: text.replace(",", "\t") if tab else text for n, text in expected.items()}
+    assert {line: text for (_, line), text in joined.items()} == expect
+    assert report.malformed == malformed

@@ -2,6 +2,7 @@ import argparse
 import inspect
 import itertools
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -424,3 +425,17 @@ def test_parts_are_encoded_as_one_text(tmp_path):
     assert ids.tolist() == [*first, eos, *second, eos]
     assert part[len(first)] == 2 and part[-1] == 5 and (part[len(first) + 1 : -1] >= 3).all()
     assert part[: len(first)].tolist() == sorted(part[: len(first)].tolist())
+
+
+def test_files_are_utf8_whatever_the_locale_is(tmp_path):
+  code = (
+    "from ats_jax.config.build import unchecked\n"
+    "from ats_jax.data.tokens.tokenizer import build_tokenizer\n"
+    f"cfg = unchecked({{'data': {{'bpe_vocab_size': 300, 'cache_dir': {str(tmp_path)!r}}}}}).data\n"
+    "text = ['caf\\u00e9 \\u6f22\\u5b57 ' * 50]\n"
+    "for _ in range(2):\n"
+    "  tokenizer = build_tokenizer(cfg, lambda: text, corpus_fingerprint='x')\n"
+    "  assert tokenizer.decode(tokenizer.encode(text[0])) == text[0]\n"
+  )
+  env = os.environ | {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
+  subprocess.run([sys.executable, "-c", code], env=env, check=True)

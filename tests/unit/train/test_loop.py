@@ -13,6 +13,7 @@ from ats_jax.checkpoint import committed_steps, load_extra
 from ats_jax.checkpoint.integrity import read_manifest
 from ats_jax.data.splits import open_datasets
 from ats_jax.metrics.goodput import Goodput
+from ats_jax.model.stats import by_layer
 from ats_jax.sharding.mesh import make_mesh
 from ats_jax.step.program import make_program, predicted_bytes
 from ats_jax.train.evaluate import check_fp8, score
@@ -57,6 +58,23 @@ def test_scores_are_means_over_tokens_of_the_whole_split(config):
   assert many.keys() == found.keys()
   for name, value in found.items():
     np.testing.assert_allclose(many[name], value, 1e-4, err_msg=name)
+
+
+def test_scores_tell_what_each_skipping_layer_takes(config):
+  cfg = config(model__num_layers=4, model__init_std=0.3, mod__routing="learned")
+  _, valid = open_datasets(cfg.data, cfg.seed)
+  rows = valid.read_once(range(valid.info.num_rows))
+  with jax.set_mesh(make_test_mesh(1, 1, 1)):
+    program = make_program(cfg)
+    model = program.init().model
+    found = score(program, model, valid, 0)
+    places = {"positions_BT": rows["positions"], "segment_ids_BT": rows["segment_ids"]}
+    _, stats = model(rows["tokens"], **places, rules=program.rules(0))
+    mod = by_layer(stats, model.layout, "mod")
+  shares = np.asarray(mod.routed) / np.asarray(mod.tokens)
+  names = [f"eval/mod/layer_routed/layer_{number:02d}" for number in range(len(shares))]
+  assert [name for name in found if "/mod/" in name] == names and len(names) >= 1
+  np.testing.assert_allclose([found[name] for name in names], shares, RTOL)
 
 
 @pytest.mark.thorough

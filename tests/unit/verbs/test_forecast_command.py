@@ -176,3 +176,12 @@ def test_what_is_wrong_is_said(tmp_path):
       report(folder, reference, metric, until)
   assert "--workdir is missing" in called("forecast").error()
   assert "coverage" in called("forecast", f"--workdir={run}", "--coverage=2").error()
+
+
+def test_a_finished_run_has_nothing_to_forecast(tmp_path):
+  run = make_run(tmp_path / "run")
+  (line,) = called("forecast", f"--workdir={run}").out.splitlines()
+  rates = planned_rates(workdir.load_config(run))
+  assert line.startswith(
+    f"{run}: finished at step 1,000 with {METRIC} {law(rates)[-1]:.3f}; --at=STEP"
+  )

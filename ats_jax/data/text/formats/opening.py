@@ -20,7 +20,11 @@ _ZSTD = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
 
 
 def _zstd(path: str, mode: str) -> BinaryIO:
-  return extra.import_extra(_ZSTD, path).open(path, mode)
+  zstd = extra.import_extra(_ZSTD, path)
+  # By default a window of more than 128 MiB is refused; `zstd --long=31` makes one of 2 GiB.
+  widest = zstd.DecompressionParameter.window_log_max.bounds()[1]
+  options = {zstd.DecompressionParameter.window_log_max: widest}
+  return zstd.open(path, mode, options=options)
 
 
 # Suffix of a compressed file -> what opens it as a stream.

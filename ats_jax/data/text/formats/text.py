@@ -13,6 +13,7 @@ PIECE = 2**18  # characters encoded at a time; a longer document is cut where it
 # Between words, where the usual splitting patterns (of GPT-2, GPT-4, Llama 3) never join: before a
 # single space, after a single line break. The ids of the parts are those of the whole.
 _CUT = re.compile(r"(?<=\S)(?= \S)|(?<=\S\n)(?=\S)")
+_MARKS = re.compile(r"(?<=\n)\ufeff")
 SUFFIXES = """.txt .text .md .markdown .rst .tex .org .adoc .html .htm .xml .yaml .yml .toml .ini
   .cfg .py .pyi .c .h .cc .cpp .hpp .cu .cuh .java .kt .js .ts .go .rs .rb .php .swift .scala .hs
   .ml .jl .r .lua .pl .sh .sql .css .srt"""
@@ -53,9 +54,12 @@ def text(path: str, text_field: str, report: Report) -> Iterator[Piece]:
 
 
 def _decoded(path: str) -> Iterator[str]:
-  """Blocks of the text. Raises UnicodeDecodeError with `start` counted in the file."""
+  """Blocks of the text, without byte order marks at its start and where another file was joined on.
+
+  Raises UnicodeDecodeError with `start` counted in the file.
+  """
   decoder = codecs.getincrementaldecoder("utf-8")()
-  offset = 0
+  offset, last = 0, "\n"
   with open_decompressed(path) as f:
     while True:
       block = f.read(PIECE)
@@ -65,7 +69,8 @@ def _decoded(path: str) -> Iterator[str]:
       except UnicodeDecodeError as e:
         e.object, e.start = e.object[e.start :], offset - pending + e.start
         raise
-      yield text
+      yield _MARKS.sub("", last + text)[1:]
+      last = text[-1:] or last
       if not block:
         return
       offset += len(block)

@@ -11,6 +11,11 @@ from ats_jax.data.text.formats.text import Piece
 from ats_jax.data.text.report import Report
 from ats_jax.extensions import formats
 
+SUFFIXES = (".bin", ".npy")
+# Shards of llm.c, and of modded-nanogpt after it, begin with 256 numbers: a magic one, a version,
+# and how many ids follow. The first two say of which type they are.
+_HEADER_OF_LLM_C = 1024  # bytes
+_DTYPES_OF_LLM_C = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
 # What numpy makes of the header of a damaged file, beside a ValueError.
 _BAD_HEADERS = (
   ValueError, TypeError, SyntaxError, tokenize.TokenError, OverflowError, EOFError, MemoryError,
@@ -18,7 +23,7 @@ _BAD_HEADERS = (
 )  # fmt: skip
 
 
-@formats.register(".bin", ".npy")
+@formats.register(*SUFFIXES)
 def tokens(path: str, text_field: str, report: Report) -> Iterator[Piece]:
   """Ids, which `token_documents` reads: there is no text."""
   del path, text_field, report
@@ -39,14 +44,24 @@ def token_array(path: str, vocab_size: int) -> np.ndarray:
           f"expected a 1-D array of integers, got {array.dtype} of shape {array.shape}."
         )
       return array.view(np.ndarray)
-    dtype = token_dtype(vocab_size)
     size = os.path.getsize(path)
+    dtype, skipped = token_dtype(vocab_size), 0
+    header = np.fromfile(path, "<i4", 3).tolist()
+    if kind := _DTYPES_OF_LLM_C.get(tuple(header[:2])):
+      dtype, skipped = np.dtype(kind), _HEADER_OF_LLM_C
+      if len(header) < 3 or size != skipped + header[2] * dtype.itemsize:
+        raise ValueError(
+          f"{size:,} bytes, and its header, which is one of llm.c, says {header[2:]} ids of "
+          f"{dtype}. Copy the file again."
+        )
     if size % dtype.itemsize:
       raise ValueError(
         f"{size} bytes is no whole number of {dtype} ids "
         f"(the dtype follows from the tokenizer's {vocab_size} ids)."
       )
-    return np.memmap(path, dtype, "r").view(np.ndarray) if size else np.empty(0, dtype)
+    if size == skipped:
+      return np.empty(0, dtype)
+    return np.memmap(path, dtype, "r", offset=skipped).view(np.ndarray)
   except OSError as e:
     raise ValueError(f"{path}: cannot be read ({e.strerror}).") from e
   except _BAD_HEADERS as e:

@@ -1,5 +1,7 @@
 """Records of every schema become turns; each malformed one has a reason with its place."""
 
+import json
+
 import pytest
 
 from ats_jax.data.chat.conversation import MalformedError, Message, read_conversation
@@ -27,6 +29,9 @@ TURNS = (Message("user", "a"), Message("assistant", "b"))
     {"messages": None, "prompt": "a", "completion": "b", "tools": None},
     {"messages": [USER, {**ANSWER, "weight": None, "tool_calls": None, "from": None}]},
     {"messages": [{**USER, "value": None}, {"content": None, "value": "b", "from": "gpt"}]},
+    {"messages": [USER, ANSWER], "tools": "", "history": [], "images": [], "label": True},
+    {"messages": [USER, ANSWER], "tools": " [] "},
+    {"messages": [USER, ANSWER], "tools": "null"},
   ],
 )
 def test_schemas(record):
@@ -43,6 +48,34 @@ def test_texts_beside_the_turns_and_other_names_of_roles():
   for alias, role in {"developer": "system", "bot": "assistant", "observation": "tool"}.items():
     turns = [{"role": alias, "content": "x"}, USER, ANSWER]
     assert read_conversation({"messages": turns}).messages[0] == Message(role, "x")
+
+
+@pytest.mark.parametrize(
+  "record",
+  [
+    {"instruction": "a", "input": "", "output": "b"},
+    {"prompt": "a", "completion": "b"},
+    {"prompt": [USER], "completion": [ANSWER]},
+  ],
+)
+def test_turns_of_history_stand_before_the_question(record):
+  history = [["c", "d"], ["e", "f"]]
+  found = read_conversation({**record, "history": history, "system": "s"})
+  assert [(m.role, m.content) for m in found.messages] == [
+    ("system", "s"), ("user", "c"), ("assistant", "d"), ("user", "e"), ("assistant", "f"),
+    ("user", "a"), ("assistant", "b"),
+  ]  # fmt: skip
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_tools_and_calls_as_text(many):
+  call = {"name": "f", "arguments": {"x": 1}}
+  text = json.dumps([call, call] if many else call)
+  turns = [{"from": "human", "value": "a"}, {"from": "function_call", "value": text}]
+  found = read_conversation({"conversations": turns, "tools": '[{"name": "f"}]'})
+  calls = [{"type": "function", "function": call}] * (2 if many else 1)
+  assert found.tools == [{"name": "f"}]
+  assert found.messages[1] == Message("assistant", "", True, {"tool_calls": calls})
 
 
 def test_what_only_a_template_reads_is_kept():
@@ -79,6 +112,16 @@ MALFORMED = [
   ({"instruction": 1, "output": "b"}, "field not a string", "'instruction' is a number"),
   ({"messages": [USER, ANSWER], "tools": {}}, "tools not a list", "is an object"),
   ({"prompt": [USER], "completion": [USER]}, "no answer", "assistant"),
+  ({"messages": [USER, ANSWER], "tools": "[{"}, "broken JSON", "field 'tools' is text that is no"),
+  ({"messages": [USER, ANSWER], "tools": '{"name": "f"}'}, "tools not a list", "is an object"),
+  ({"messages": [USER, ANSWER], "history": [["c", "d"]]}, "history", "beside the turns"),
+  ({"prompt": "a", "completion": "b", "history": [["c"]]}, "history", "pair 1 of 'history'"),
+  ({"prompt": "a", "completion": "b", "history": "c"}, "history", "no list of two texts"),
+  ({"messages": [USER, ANSWER], "images": ["a.png"]}, "not text alone", "'images' is not empty"),
+  ({"messages": [USER, ANSWER], "label": False}, "answer not to learn", "'label' is false"),
+  ({"messages": [USER, {"role": "function_call", "content": "f"}]}, "broken JSON", "turn 2 of"),
+  ({"messages": [USER, {"role": "function_call", "content": "[]"}]}, "no tool call", "a name"),
+  ({"messages": [USER, ANSWER], "tools": [b"x"]}, "bytes", "field 'tools' holds bytes"),
 ]  # fmt: skip
 
 
