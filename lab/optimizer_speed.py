@@ -2,10 +2,10 @@ r"""How long the updates of optimizers take, and what they need: of the layers o
 
 Gradients are random and the same for all updates; there is neither a forward nor a backward pass.
 Prints a row for each optimizer: milliseconds of an update (median of several runs of some updates
-in a row), gigabytes of its state, bytes of it for each parameter, and gigabytes of temporary
-arrays, which are those that XLA did not fuse.
+in a row), gigabytes of its state on a device, bytes of it for each parameter, and gigabytes of
+temporary arrays, which are those that XLA did not fuse.
 Command: python -m lab.optimizer_speed [--names=adamw,adamw8bit] [--layers=4] [--width=4096] \
-  [--vocab=128256] [--param_dtype=bfloat16] [--updates=10]
+  [--vocab=128256] [--param_dtype=bfloat16] [--updates=10] [--devices=2]
 """
 
 import functools
@@ -33,6 +33,7 @@ _LAYERS = flags.DEFINE_integer("layers", 4, "Layers; the model has 32.", lower_b
 _WIDTH = flags.DEFINE_integer("width", 4096, "model.d_model; a multiple of 128.", lower_bound=128)
 _VOCAB = flags.DEFINE_integer("vocab", 128_256, "Tokens of the vocabulary.", lower_bound=1)
 _DTYPE = flags.DEFINE_string("param_dtype", "float32", "Of parameters and gradients.")
+_DEVICES = flags.DEFINE_integer("devices", 1, "That share the layers (mesh.fsdp).", lower_bound=1)
 _UPDATES = flags.DEFINE_integer("updates", 10, "Updates in a row, of a run.", lower_bound=1)
 
 
@@ -64,15 +65,16 @@ def config_of(name: str) -> Config:
       "optimizer": {"name": name},
       "data": {"tokenizer": "bytes"},
       "precision": {"param_dtype": _DTYPE.value},
+      "mesh": {"fsdp": _DEVICES.value},
     }
   )
   return resolve_without_data(from_config_dict(config))
 
 
 def measure(name: str) -> Row:
-  """Time updates of all parameters by one optimizer on the first device."""
+  """Time updates of all parameters by one optimizer."""
   cfg = config_of(name)
-  with on_mesh(cfg, make_mesh(cfg, jax.devices()[:1])):
+  with on_mesh(cfg, make_mesh(cfg, jax.devices()[: _DEVICES.value])):
     program = make_program(cfg)
     optimizer = program.optimizer
     params: Any = trainable(program.init(abstract=True).model)
@@ -81,7 +83,8 @@ def measure(name: str) -> Row:
     @functools.partial(jax.jit, static_argnums=0)
     def arrays(seed: int) -> Any:
       keys = [jax.random.fold_in(jax.random.key(seed), i) for i in range(len(leaves))]
-      draw = lambda key, x: (0.01 * jax.random.normal(key, x.shape)).astype(x.dtype)
+      normal = lambda key, x: jax.random.normal(key, x.shape, out_sharding=x.sharding)
+      draw = lambda key, x: (0.01 * normal(key, x)).astype(x.dtype)
       return structure.unflatten(map(draw, keys, leaves))
 
     weights, grads = arrays(0), arrays(1)
@@ -111,7 +114,8 @@ def main(argv: list[str]) -> None:
   """Print a table."""
   del argv
   device = jax.devices()[0].device_kind
-  print(f"{_LAYERS.value} layers of width {_WIDTH.value}, {_DTYPE.value}, on {device}")
+  where = f"{_DEVICES.value} x {device}"
+  print(f"{_LAYERS.value} layers of width {_WIDTH.value}, {_DTYPE.value}, on {where}")
   print(f"{'optimizer':<16} {'ms':>9} {'state GB':>9} {'bytes/par':>9} {'temp GB':>9}")
   for name in _NAMES.value:
     row = measure(name)

@@ -28,9 +28,7 @@ GRAM_ITERATIONS = 2
 BLOCK = 2**28
 
 
-def of_unit_norm(
-  x: jax.Array, num_stacked: int, *, eps: float, dtype: jnp.dtype = jnp.bfloat16
-) -> jax.Array:
+def of_unit_norm(x: jax.Array, num_stacked: int, *, eps: float, dtype: jnp.dtype) -> jax.Array:
   """Tensors of a stack divided by their norms, as `orthogonalise` takes them.
 
   Args:
@@ -84,13 +82,15 @@ def _by_squares(x_BMN: jax.Array, polynomials: list[tuple[float, float, float]])
   """
   one_MM = jnp.eye(x_BMN.shape[1], dtype=x_BMN.dtype)
   for first in range(0, len(polynomials), GRAM_ITERATIONS):
-    square_BMM, product_BMM = _times(x_BMN, x_BMN.mT), None
-    part = polynomials[first : first + GRAM_ITERATIONS]
-    for number, (a, b, c) in enumerate(part):
-      factor_BMM = a * one_MM + b * square_BMM + c * _times(square_BMM, square_BMM)
-      product_BMM = factor_BMM if product_BMM is None else _times(factor_BMM, product_BMM)
-      if number < len(part) - 1:
-        square_BMM = _times(_times(factor_BMM, square_BMM), factor_BMM)
+    square_BMM = _times(x_BMN, x_BMN.mT)
+    factors = []
+    for a, b, c in polynomials[first : first + GRAM_ITERATIONS]:
+      if factors:
+        square_BMM = _times(_times(factors[-1], square_BMM), factors[-1])
+      factors.append(a * one_MM + b * square_BMM + c * _times(square_BMM, square_BMM))
+    product_BMM = factors[0]
+    for factor_BMM in factors[1:]:
+      product_BMM = _times(factor_BMM, product_BMM)
     x_BMN = _times(product_BMM, x_BMN)
   return x_BMN
 

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -163,7 +163,9 @@ def per_group(
   if not any(table for table, _ in values):
     return make(*(usual for _, usual in values))
   of_role = lambda role: tuple(table.get(role, usual) for table, usual in values)
-  links = {str(group): make(*group) for group in map(of_role, ROLES)}
+  links: dict[Hashable, optax.GradientTransformation] = {
+    str(group): make(*group) for group in map(of_role, ROLES)
+  }
   return optax.partition(links, functools.partial(per_param, lambda p: str(of_role(role_name(p)))))
 
 

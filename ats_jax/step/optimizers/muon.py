@@ -122,7 +122,7 @@ def keep_norms(cfg: Config) -> optax.GradientTransformationExtraArgs:
   `update` needs the parameters and the `learning_rate`.
   """
 
-  def update(updates, state, params=None, *, learning_rate: jax.Array, **_):
+  def update(updates, state, params=None, *, learning_rate: jax.Array | float = 1.0, **_):
     def one(direction: jax.Array, param: jax.Array, num_stacked: int, rate: float) -> jax.Array:
       tensor = tuple(range(num_stacked, param.ndim))
       norm = lambda x: jnp.sqrt(jnp.sum(jnp.square(x), axis=tensor, keepdims=True))
