@@ -36,12 +36,10 @@ def schedule_free(cfg: Config, platform: str, kernels: Kernels = XLA) -> Optimiz
     descent = optax.chain(base, optax.scale(-jnp.asarray(learning_rate, jnp.float32)))
     return contrib.schedule_free(descent, learning_rate, o.b1, o.weight_power, jnp.float32)
 
-  def update(
-    grads: Any, state: Any, params: Any = None, *, learning_rate: Any = 1.0, **extra: Any
-  ) -> tuple[Any, Any]:
-    moves, state = averaging(learning_rate).update(grads, state, params, **extra)
+  def update(updates, state, params=None, *, learning_rate: jax.Array | float = 1.0, **extra):
+    moves, state = averaging(learning_rate).update(updates, state, params, **extra)
     # The rate is divided out, which whoever moves the weights multiplies with. At 0 nothing moves.
-    rate = jnp.where(learning_rate > 0, learning_rate, 1.0)
+    rate = jnp.where(jnp.asarray(learning_rate) > 0, learning_rate, 1.0)
     return jax.tree.map(lambda move: -move / rate, moves), state
 
   tx = optax.GradientTransformationExtraArgs(averaging(1.0).init, update)
