@@ -57,10 +57,9 @@ class SoapState(NamedTuple):
   right_basis: Any
 
 
-# What a rule makes of one matrix: a direction in the eigenbasis, and new `mu` and `nu`. It takes
-# how to turn a matrix into the basis, a gradient, both moments, `steps` of this update, b1 and b2.
+# (turn, gradient, mu, nu, steps, b1, b2) -> (direction, mu, nu), of one matrix in update `steps`.
+# The direction is in the eigenbasis, into which `turn` takes a matrix.
 type Rule = Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
-type Turn = Callable[[jax.Array], jax.Array]
 
 
 def soap(cfg: Config, platform: str, kernels: Kernels = XLA) -> Optimizer:
@@ -73,7 +72,16 @@ def soap(cfg: Config, platform: str, kernels: Kernels = XLA) -> Optimizer:
   del kernels
   o = cfg.optimizer
   assert isinstance(o, Soap)
-  tx = scale_by_soap(o, functools.partial(_adam, o.eps), *betas_of(o))
+
+  def rule(turn, grad, mu, nu, steps, b1, b2):
+    # In its own bases the first gradient is diagonal: Adam would move all else by rounding errors.
+    average = lambda old, new, b: jnp.where(steps == 1, old, b * old + (1.0 - b) * new)
+    mu, nu = average(mu, grad, b1), average(nu, jnp.square(turn(grad)), b2)
+    count = jnp.maximum(steps - 1, 1)
+    bias1, bias2 = 1.0 - b1**count, 1.0 - b2**count
+    return turn(mu) / (bias1 / jnp.sqrt(bias2) * jnp.sqrt(nu) + bias1 * o.eps), mu, nu
+
+  tx = scale_by_soap(o, rule, *betas_of(o))
   return for_matrices(cfg, platform, tx, functools.partial(check_matrices, o.grad_clip))
 
 
@@ -87,12 +95,18 @@ def soap_muon(cfg: Config, platform: str, kernels: Kernels = XLA) -> Optimizer:
   o = cfg.optimizer
   assert isinstance(o, SoapMuon)
 
+  def rule(turn, grad, mu, nu, steps, b1, b2):
+    average = lambda old, new, b: b * old + (1.0 - b) * new
+    mu = average(mu, grad, b1)
+    turned = turn(average(mu, grad, b1) if o.nesterov else mu)
+    nu = jnp.where(steps == 1, nu, average(nu, jnp.square(turned), b2))
+    return jnp.where(steps == 1, turned, turned / (jnp.sqrt(nu) + o.eps)), mu, nu
+
   def finish(x_BMN: jax.Array) -> jax.Array:
     unit_BMN = of_unit_norm(x_BMN, 1, eps=o.norm_eps, dtype=jnp.dtype(o.iteration_dtype))
     return orthogonalise(unit_BMN, steps=o.iterations)
 
   beta = by_role(o.momentum_by_role, o.momentum)
-  rule = functools.partial(_momentum, o.eps, o.nesterov)
   tx = optax.chain(scale_by_soap(o, rule, beta, o.basis_decay, finish), scale_updates(o))
   return for_matrices(cfg, platform, tx, functools.partial(check_matrices, o.grad_clip))
 
@@ -162,20 +176,10 @@ def _zeros(param: Param, tensor: tuple[int, ...]) -> jax.Array:
 
 
 def _update(
-  rule: Rule,
-  refresh_every: int,
-  steps: jax.Array,
-  b1: float,
-  b2: float,
-  grad: jax.Array,
-  mu: jax.Array,
-  nu: jax.Array,
-  left: Any,
-  right: Any,
-  *bases: Any,
+  rule: Rule, refresh_every: int, steps: jax.Array, b1: float, b2: float, grad: Any, *kept: Any
 ) -> tuple[Any, ...]:
   """One matrix: its direction, and what is kept of it. Only the next update uses new bases."""
-  grad = grad.astype(jnp.float32)
+  grad, (mu, nu, left, right, *bases) = grad.astype(jnp.float32), kept
   direction, mu, nu = rule(functools.partial(_turn, bases), grad, mu, nu, steps, b1, b2)
   direction = _turn([jax.tree.map(jnp.matrix_transpose, q) for q in bases], direction)
   average = lambda old, new: b2 * old + (1.0 - b2) * new
@@ -200,41 +204,8 @@ def _update(
 
   is_due = (steps - 1) % refresh_every == 0
   which = jnp.where(steps == 1, 1, jnp.where(is_due, 2, 0))
-  nu, *bases = jax.lax.switch(which, [lambda *same: same, first, refreshed], nu, *bases)
-  return direction, mu, nu, left, right, *bases
-
-
-def _adam(
-  eps: float, turn: Turn, grad: jax.Array, mu: Any, nu: Any, steps: Any, b1: float, b2: float
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """The rule of SOAP. The first update, of whose gradient the bases are made, takes nothing in.
-
-  There it is diagonal, and Adam would move all else by rounding errors.
-  """
-  average = lambda old, new, b: jnp.where(steps == 1, old, b * old + (1.0 - b) * new)
-  mu, nu = average(mu, grad, b1), average(nu, jnp.square(turn(grad)), b2)
-  count = jnp.maximum(steps - 1, 1)
-  bias1, bias2 = 1.0 - b1**count, 1.0 - b2**count
-  return turn(mu) / (bias1 / jnp.sqrt(bias2) * jnp.sqrt(nu) + bias1 * eps), mu, nu
-
-
-def _momentum(
-  eps: float,
-  nesterov: bool,
-  turn: Turn,
-  grad: jax.Array,
-  mu: jax.Array,
-  nu: jax.Array,
-  steps: jax.Array,
-  b1: float,
-  b2: float,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """The rule of SOAP-Muon, whose `nu` is of the momentum."""
-  average = lambda old, new, b: b * old + (1.0 - b) * new
-  mu = average(mu, grad, b1)
-  turned = turn(average(mu, grad, b1) if nesterov else mu)
-  nu = jnp.where(steps == 1, nu, average(nu, jnp.square(turned), b2))
-  return jnp.where(steps == 1, turned, turned / (jnp.sqrt(nu) + eps)), mu, nu
+  nu, *new = jax.lax.switch(which, [lambda *same: same, first, refreshed], nu, *bases)
+  return direction, mu, nu, left, right, *new
 
 
 def _turn(bases: Any, x: jax.Array) -> jax.Array:
@@ -289,20 +260,18 @@ def check_matrices(
   act = jax.tree.map(lambda w: w & armed, wrong)
   is_none = lambda x: isinstance(x, optax.MaskedNode)
 
-  def put(value: float | None, tree: Any, where: Any) -> Any:
+  def put(value: Any, tree: Any, where: Any) -> Any:
     def one(x: Any, w: Any) -> Any:
       if is_none(x) or is_none(w):
         return x
-      fresh = jnp.eye(x.shape[-1]) if value is None else value
-      return jnp.where(jnp.expand_dims(w, tuple(range(w.ndim, x.ndim))), fresh, x)
+      fresh = jnp.eye(x.shape[-1]) if value == "basis" else value
+      return jnp.where(jnp.expand_dims(w, range(w.ndim, x.ndim)), fresh, x)
 
     return jax.tree.map(one, tree, where, is_leaf=is_none)
 
-  empty = {name: put(0.0, getattr(new, name), act) for name in ("mu", "nu", "left", "right")}
-  bases = {name: put(None, getattr(new, name), act) for name in ("left_basis", "right_basis")}
+  values = dict.fromkeys(new._fields[1:5], 0.0) | dict.fromkeys(new._fields[5:], "basis")
+  anew = new._replace(**{name: put(v, getattr(new, name), act) for name, v in values.items()})
   act, wrong = jax.tree.map(replicate, (act, wrong))
   return Checked(
-    put(0.0, directions, act),
-    with_state(new._replace(**empty, **bases), after),
-    put(jnp.nan, directions, wrong),
+    put(0.0, directions, act), with_state(anew, after), put(jnp.nan, directions, wrong)
   )

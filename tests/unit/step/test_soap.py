@@ -17,8 +17,10 @@ from ats_jax.step.optimizers import build_optimizer
 from ats_jax.step.optimizers.base import state_of, with_state
 from ats_jax.step.optimizers.soap import SoapState
 
+NAMES = ["soap", "soap_muon"]
 LR, UPDATES, EPS = 1e-2, 200, 1e-8
 BARE = {"optimizer.grad_clip": 0.0, "optimizer.weight_decay": 0.0}
+MORE = [("soap", 1, 99), ("soap", 10, 6), ("soap_muon", 10, 99)]  # as below
 SIDES = {"wide": (5, 8), "query": (6, 8)}  # inputs and outputs
 
 
@@ -101,7 +103,11 @@ def transcribed(name, every, start, bases, grads):
 
 @pytest.mark.parametrize(
   ("name", "every", "max_side"),
-  [("soap", 10, 99), ("soap", 1, 99), ("soap", 10, 6), ("soap_muon", 10, 99), ("soap_muon", 1, 6)],
+  [
+    ("soap", 10, 99),
+    ("soap_muon", 1, 6),
+    *(pytest.param(*case, marks=pytest.mark.thorough) for case in MORE),
+  ],
 )
 def test_updates_follow_the_formula(name, every, max_side):
   cfg = config(name, {"optimizer.refresh_every": every, "optimizer.max_side": max_side})
@@ -136,7 +142,7 @@ def test_updates_follow_the_formula(name, every, max_side):
       np.testing.assert_allclose(matrices(after, key)[number], want, rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("name", ["soap", "soap_muon"])
+@pytest.mark.parametrize("name", NAMES)
 def test_what_is_kept_of_a_matrix(name):
   """Its moments, and two squares for each side; no more than Adam's moments of other parameters."""
   (params, empty), (moved, _), *_ = updates(config(name, {"optimizer.max_side": 6}), 3)
@@ -147,7 +153,7 @@ def test_what_is_kept_of_a_matrix(name):
   assert all(same) if name == "soap" else not any(same)  # only SOAP's first update moves none
 
 
-@pytest.mark.parametrize("name", ["soap", "soap_muon"])
+@pytest.mark.parametrize("name", NAMES)
 def test_gradients_of_zero_move_nothing(name):
   cfg = config(name, {"optimizer.refresh_every": 1})
   optimizer, params = build_optimizer(cfg, "cpu"), parameters(0)
@@ -201,10 +207,9 @@ def test_a_broken_state_is_found_and_its_matrix_begins_anew():
     np.testing.assert_array_equal(anew.mu["query"][...], state_of(SoapState, new).mu["query"][...])
 
 
-@pytest.mark.parametrize("name", ["soap", "soap_muon"])
-def test_a_checkpoint_holds_its_state(name, tmp_path):
+def test_a_checkpoint_holds_its_state(tmp_path):
   """With a side that has no basis: each layer's preconditioners are files of their own."""
-  cfg = canonical.config("dense", {"optimizer.name": name, "optimizer.max_side": 32})
+  cfg = canonical.config("dense", {"optimizer.name": "soap", "optimizer.max_side": 32})
   state = canonical.state(cfg)
   leaves, tree = jax.tree.flatten(state.opt_state)
   number = lambda i, x: jnp.arange(i, i + x.size).astype(x.dtype).reshape(x.shape)
@@ -219,7 +224,7 @@ def test_a_checkpoint_holds_its_state(name, tmp_path):
     np.testing.assert_array_equal(got[key], value, err_msg=key)
 
 
-@pytest.mark.parametrize("name", ["soap", "soap_muon"])
+@pytest.mark.parametrize("name", NAMES)
 def test_experts_are_not_edited(name):
   experts = {"moe.num_experts": 4, "moe.spare_experts": 1}
   with pytest.raises(ValueError, match=f"name={name}: its state does not follow experts"):
