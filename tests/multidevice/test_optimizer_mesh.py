@@ -1,5 +1,6 @@
 """Updates of every optimizer on a mesh: those of one device, and what devices exchange for them."""
 
+import functools
 import re
 
 import jax
@@ -9,9 +10,12 @@ import pytest
 from equality import CFG, KINDS, mesh_of
 from helpers import named_leaves, tiny_config
 
+from ats_jax.config.schema.mixture import Phase
+from ats_jax.config.schema.setting import Table
 from ats_jax.model.param import trainable
 from ats_jax.sharding.mesh import on_mesh
 from ats_jax.step.optimizers import soap
+from ats_jax.step.parts.phases import renew_moments
 from ats_jax.step.program import make_program
 
 OPTIMIZERS = {
@@ -80,3 +84,21 @@ def test_matrices_are_exchanged_once_there_and_once_back(name, layers):
   text = compiled.as_text()
   stacks = 7  # q, k, v, out, gate, up, down
   assert len(re.findall(r" all-to-all(?:-start)?\(", text)) == 2 * stacks
+
+
+def test_a_new_phase_finds_the_state_of_soap_where_it_was():
+  """With ZeRO-1 the weights are not distributed as the state is."""
+  of_phases = {
+    "data.sources": {"a": ("a.txt",)},
+    "data.phases": (Phase(Table(a=1), steps=3), Phase(Table(a=1))),
+    "optimizer.phase_moments": "reset",
+  }
+  sizes = {"fsdp": 2, "data": 2}
+  of_mesh = {f"mesh.{axis}": size for axis, size in sizes.items()}
+  cfg = tiny_config(of_phases | of_mesh | {"optimizer.name": "soap", "mesh.zero": 1})
+  with on_mesh(cfg, mesh_of(sizes)):
+    program = make_program(cfg)
+    state = program.init(abstract=True)
+    reset = functools.partial(renew_moments, cfg, program.optimizer, since=0)
+    cut = lambda tree: {n: jax.typeof(x).sharding.spec for n, x in named_leaves(tree).items()}
+    assert cut(jax.eval_shape(reset, state).opt_state) == cut(state.opt_state)

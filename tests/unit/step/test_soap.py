@@ -234,3 +234,18 @@ def test_experts_are_not_edited(name):
 def test_an_average_that_takes_nothing_in_is_refused():
   with pytest.raises(ValueError, match="basis_decay: a decay of 1"):
     config("soap_muon", {"optimizer.basis_decay": 1.0})
+
+
+@pytest.mark.parametrize("width", [16, 64, 128])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_size_of_an_update_does_not_depend_on_width(name, width):
+  """Of noise, as gradients of small batches are: that of SOAP is about Adam's."""
+  rng = np.random.default_rng(0)
+  to = lambda x: {"w": Param(jnp.asarray(x, jnp.float32), axes=("embed", "ff"), role=Role.MATRIX)}
+  draw = lambda: to(1e-3 * rng.normal(size=(width, 2 * width)))
+  optimizer, params = build_optimizer(config(name), "cpu"), draw()
+  state, update = optimizer.tx.init(params), jax.jit(optimizer.tx.update)
+  for _ in range(40):
+    directions, state = update(draw(), state, params)
+  rms = float(jnp.sqrt(jnp.mean(jnp.square(directions["w"][...]))))
+  assert rms == pytest.approx(0.2, rel=0.15)
