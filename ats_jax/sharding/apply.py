@@ -4,7 +4,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -209,53 +209,122 @@ def map_shards(f: Callable, *args: jax.Array, out_like: Sequence[int | None]) ->
   return jax.shard_map(f, in_specs=tuple(specs), out_specs=out_specs, check_vma=False)(*args)
 
 
-def map_tensors(f: Callable[[jax.Array], jax.Array], x: jax.Array, num_stacked: int) -> jax.Array:
-  """Run `f` on blocks of whole tensors of a stack, distributed over all devices.
+class _Spread(NamedTuple):
+  """How whole tensors of a stack are distributed over devices, by the entries of its dimensions.
 
-  There is one exchange there and one back, and none within `f`; copies of `x` on several devices
-  are gathered behind the latter.
-
-  Args:
-    f: function of a local array [*stack, *tensor] that returns one of its shape and dtype.
-    x: a stack, sharded in any way.
-    num_stacked: how many dimensions of `x` count tensors. Where a mesh axis divides none of them,
-      the first is filled up with zeros; if that is sharded, devices along the axis do the same.
-
-  Returns:
-    An array like `x`, sharded like it.
+  Attributes:
+    exchanged: over the axes that shard tensors.
+    all: and over those along which there are copies.
+    left: axes that divide no dimension; devices along them do the same.
+    length: of the first dimension, filled up to where the axes divide it.
   """
-  mesh = jax.sharding.get_abstract_mesh()
-  if _is_local(mesh):
-    return f(x)
+
+  exchanged: tuple[Any, ...]
+  all: tuple[Any, ...]
+  left: list[str]
+  length: int
+
+
+def _spread_tensors(x: jax.Array, num_stacked: int, *, can_pad: bool) -> _Spread:
   names = lambda entry: () if entry is None else (entry,) if isinstance(entry, str) else entry
-  cut, sizes = jax.typeof(x).sharding.spec, {n: s for n, s in mesh.shape.items() if s > 1}
-  length = list(x.shape[:num_stacked])
+  cut, mesh = jax.typeof(x).sharding.spec, jax.sharding.get_abstract_mesh()
+  sizes = {n: s for n, s in mesh.shape.items() if s > 1}
+  length, left = list(x.shape[:num_stacked]), []
   stack = [[n for n in names(entry) if n in sizes] for entry in cut[:num_stacked]]
-  can_pad = bool(stack) and not stack[0]
+  can_pad = can_pad and bool(stack) and not stack[0]
   of_tensors = [n for entry in cut[num_stacked:] for n in names(entry) if n in sizes]
   of_copies = [n for n in sizes if n not in of_tensors and all(n not in names for names in stack)]
 
-  def add(axes: Sequence[str]) -> jax.P:
+  def add(axes: Sequence[str]) -> tuple[Any, ...]:
     """Shard the stack over further mesh axes, each along the first dimension that it divides."""
     for axis in axes:
       ways = [sizes[axis] * math.prod(sizes[n] for n in taken) for taken in stack]
       fits = [d for d, (n, way) in enumerate(zip(length, ways, strict=True)) if n % way == 0]
       if fits or can_pad:
         stack[fits[0] if fits else 0].append(axis)
+      else:
+        left.append(axis)
       if can_pad and not fits:
         length[0] += -length[0] % ways[0]
-    return jax.P(*(tuple(taken) or None for taken in stack), *[None] * (x.ndim - num_stacked))
+    return tuple(tuple(taken) or None for taken in stack)
 
   # Axes that shard tensors first: theirs are the exchanges, of blocks that lie together.
   exchanged, spread = add(of_tensors), add(of_copies)
-  missing = length[0] - x.shape[0] if num_stacked else 0
-  if missing:  # the padding of a dimension that is not sharded moves nothing
-    x = jnp.pad(x, [(0, missing), *[(0, 0)] * (x.ndim - 1)])
-  (y,) = map_shards(
-    lambda block: (f(block),), jax.reshard(jax.reshard(x, exchanged), spread), out_like=(0,)
-  )
-  y = jax.reshard(jax.reshard(y, exchanged), cut)
-  return jax.lax.slice_in_dim(y, 0, length[0] - missing) if missing else y
+  return _Spread(exchanged, spread, left, length[0] if num_stacked else 0)
+
+
+def map_tensors(
+  f: Callable[..., tuple[Any, ...]],
+  num_stacked: int,
+  *args: Any,
+  whole: tuple[jax.Array, ...] = (),
+) -> tuple[Any, ...]:
+  """Run `f` on blocks of whole tensors of a stack, distributed over all devices.
+
+  There is one exchange of an array there and one back, and none within `f`; copies on several
+  devices are gathered behind the latter. What lies as `zeros_of_tensors` lays it stays where it is
+  if the mesh axes divide the stack.
+
+  Args:
+    f: function of local arrays [*stack, *tensor] in trees like `args`, and of those of `whole`. It
+      returns trees like `args` with the same shapes, whose dtypes may be others.
+    num_stacked: how many dimensions count tensors. Where a mesh axis divides none of them, the
+      first is filled up with zeros; if that is sharded, devices along the axis do the same.
+    args: trees of arrays with the same stack dimensions, sharded in any way. The sharding of the
+      first array decides where each tensor goes.
+    whole: replicated arrays, which every device needs.
+
+  Returns:
+    What `f` returns, sharded like the arguments in the same places.
+  """
+  if _is_local(jax.sharding.get_abstract_mesh()):
+    return f(*args, *whole)
+  leaves, tree = jax.tree.flatten(args)
+  first, cuts = leaves[0], [jax.typeof(x).sharding.spec for x in leaves]
+  to = _spread_tensors(first, num_stacked, can_pad=True)
+  missing = to.length - first.shape[0] if num_stacked else 0
+
+  def stops(x: jax.Array, cut: jax.P) -> list[jax.P]:
+    """Its shardings on the way. Tensors go first to one of all devices that have copies."""
+    through = [to.exchanged] if cut == cuts[0] else []
+    return [jax.P(*e, *[None] * (x.ndim - num_stacked)) for e in (*through, to.all)]
+
+  def move(x: jax.Array, cut: jax.P) -> jax.Array:
+    if missing:  # the padding of a dimension that is not sharded moves nothing
+      x = jnp.pad(x, [(0, missing), *[(0, 0)] * (x.ndim - 1)])
+    return functools.reduce(_reshard_if_needed, stops(x, cut), x)
+
+  def move_back(y: jax.Array, cut: jax.P) -> jax.Array:
+    y = functools.reduce(_reshard_if_needed, (*reversed(stops(y, cut)), cut), y)
+    return jax.lax.slice_in_dim(y, 0, to.length - missing) if missing else y
+
+  def of_blocks(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    blocks, rest = arrays[: len(leaves)], arrays[len(leaves) :]
+    return tuple(jax.tree.leaves(f(*tree.unflatten(blocks), *rest)))
+
+  moved = map(move, leaves, cuts)
+  done = map_shards(of_blocks, *moved, *whole, out_like=range(len(leaves)))
+  return tree.unflatten(map(move_back, done, cuts))
+
+
+def zeros_of_tensors(
+  like: jax.Array, num_stacked: int, tensor: Sequence[int], dtype: Any
+) -> jax.Array:
+  """Zeros [*stack, *tensor], each tensor where `map_tensors` works on that of `like`.
+
+  Mesh axes that do not divide the stack shard the first dimension of the tensors, if they can.
+  """
+  shape, mesh = (*like.shape[:num_stacked], *tensor), jax.sharding.get_abstract_mesh()
+  if _is_local(mesh):
+    return jnp.zeros(shape, dtype)
+  to = _spread_tensors(like, num_stacked, can_pad=False)
+  of_rows, ways = [], 1
+  for axis in to.left:
+    if tensor[0] % (ways * mesh.shape[axis]) == 0:
+      ways *= mesh.shape[axis]
+      of_rows.append(axis)
+  rest = [None] * (len(tensor) - 1)
+  return jnp.zeros(shape, dtype, out_sharding=jax.P(*to.all, tuple(of_rows) or None, *rest))
 
 
 def has_several_devices() -> bool:

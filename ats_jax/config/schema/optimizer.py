@@ -288,6 +288,49 @@ class MuonH(Orthogonalised):
   name: str = OPTIMIZERS.tag("muonh")
 
 
+@dataclasses.dataclass(frozen=True)
+class InEigenbasis(ForMatrices):
+  """What SOAP and its relative have: bases of Shampoo's preconditioners, one for each side."""
+
+  edits_experts: ClassVar[bool] = False
+
+  refresh_every: int = setting(10, "updates from one refresh of the bases to the next", low=1)
+  max_side: int = setting(8192, "a side of a matrix that is longer has no basis", low=0)
+
+  def formats(self) -> dict[str, str]:
+    """The dtypes of the moments, the preconditioners and their bases."""
+    names = ("mu", "nu", "left", "right", "left_basis", "right_basis")
+    return dict.fromkeys(names, "float32")
+
+
+@OPTIMIZERS.of_part("ats_jax.step.optimizers.soap:soap")
+@dataclasses.dataclass(frozen=True)
+class Soap(InEigenbasis):
+  """SOAP (Vyas et al. 2024, arXiv:2409.11321); b1, b2 and eps are of matrices too."""
+
+  name: str = OPTIMIZERS.tag("soap")
+  b1: float = setting(0.95, "decay of the first moment", low=0.0, high=1.0)
+  b2: float = setting(
+    0.95, "decay of the second moment, and of the preconditioners of matrices", low=0.0, high=1.0
+  )
+
+
+@OPTIMIZERS.of_part("ats_jax.step.optimizers.soap:soap_muon")
+@dataclasses.dataclass(frozen=True)
+class SoapMuon(InEigenbasis, Muon):
+  """Muon of a momentum that SOAP has preconditioned; eps is of matrices too."""
+
+  name: str = OPTIMIZERS.tag("soap_muon")
+  basis_decay: float = setting(
+    0.9, "decay of the preconditioners and of squares in their eigenbases", low=0.0, high=1.0
+  )
+
+  def check(self, cfg: Any) -> None:
+    """Refuse an average that never takes a gradient in."""
+    super().check(cfg)
+    check_averages(self, "basis_decay")
+
+
 @OPTIMIZERS.of_part("ats_jax.step.optimizers.lion:lion")
 @dataclasses.dataclass(frozen=True)
 class Lion(OptimizerConfig):

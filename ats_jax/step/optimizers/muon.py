@@ -88,14 +88,16 @@ def scale_by_muon(settings: Muon | MuonH) -> optax.GradientTransformation:
 def _direction(settings: Muon | MuonH, param: Param) -> jax.Array:
   rows, columns = matrix_shape(param)
 
-  def of_block(x: jax.Array) -> jax.Array:
-    return orthogonalise(x.reshape(-1, rows, columns), steps=settings.iterations).reshape(x.shape)
+  def of_block(x: jax.Array) -> tuple[jax.Array]:
+    y = orthogonalise(x.reshape(-1, rows, columns), steps=settings.iterations)
+    return (y.reshape(x.shape),)
 
   # Norms are taken, and numbers rounded, before devices exchange them.
   unit = of_unit_norm(
     param[...], param.num_stacked, eps=settings.norm_eps, dtype=jnp.dtype(settings.iteration_dtype)
   )
-  return map_tensors(of_block, unit, param.num_stacked).astype(jnp.float32)
+  (direction,) = map_tensors(of_block, param.num_stacked, unit)
+  return direction.astype(jnp.float32)
 
 
 def scale_updates(settings: Muon) -> optax.GradientTransformation:

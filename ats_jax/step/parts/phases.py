@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from ats_jax.config.schema import Config
-from ats_jax.model.param import trainable
+from ats_jax.model.param import reshard_params, trainable
 from ats_jax.step.core import Metrics, Part, Update
 from ats_jax.step.optimizers.base import Optimizer
 from ats_jax.step.schedule import phase_starts
@@ -50,7 +50,7 @@ def renew_moments(
   starts = jnp.array(phase_starts(cfg)[1:], jnp.int32)
   begins = jnp.any((since <= starts) & (starts <= state.step))
   take = functools.partial(jnp.where, begins)
-  params: Any = trainable(state.model)  # optax has no type for "any pytree"
+  params = reshard_params("moments", trainable(state.model))
   opt_state = jax.tree.map(take, optimizer.tx.init(params), state.opt_state)
   reflex = state.reflex
   if reflex is not None:

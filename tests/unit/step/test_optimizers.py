@@ -204,6 +204,8 @@ def other(name, setting, field):
     "eps": 0.5,
     "norm_eps": 0.5,
     "clip_rms": 0.1,
+    "refresh_every": 1,
+    "max_side": 8,
   }
   if setting in special:
     return special[setting]
