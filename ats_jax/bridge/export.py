@@ -6,14 +6,14 @@ import json
 import math
 import os
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import orbax.checkpoint as ocp
 
 from ats_jax.bridge.convert import ASIDE, COMPANIONS, DTYPE, ROOT, abstract_parts
-from ats_jax.bridge.families import FAMILIES, KNOWN, own
+from ats_jax.bridge.families import FAMILIES, KNOWN, common, own
 from ats_jax.bridge.family import (
   Family,
   Item,
@@ -61,24 +61,56 @@ def choose_family(cfg: Config, name: str = "") -> Family:
     raise ValueError(f"--family={name} is unknown. Choose one of: {', '.join(KNOWN)}.")
   if name == own.MODEL_TYPE:
     return own.FAMILY
-  lines = []
-  for family in [FAMILIES[name]] if name else FAMILIES.values():
-    missing = _not_in(family, cfg)
-    if not missing:
-      return family
-    lines.append(f"{family.model_type}: {'; '.join(missing)}")
-  reasons = "\n  ".join(lines)
+  ranked = _ranked(cfg, [FAMILIES[name]] if name else FAMILIES.values())
+  nearest, missing = ranked[0]
+  if not missing:
+    return nearest
+  others = ", ".join(family.model_type for family, _ in ranked[1:])
   raise ValueError(
-    f"no family says what this model computes:\n  {reasons}\n--family={own.MODEL_TYPE} writes it "
-    "with its decoder in PyTorch, which transformers loads with trust_remote_code."
+    f"no family says what this model computes. {nearest.model_type} lacks: {'; '.join(missing)}."
+    + (f" Others lack as much or more: {others}." if others else "")
+    + f" --family={own.MODEL_TYPE} writes it with its decoder in PyTorch, which transformers loads "
+    "with trust_remote_code."
   )
+
+
+def obstacle(cfg: Config) -> str:
+  """What keeps a resolved config's model from a published family once it is trained; "" = nothing.
+
+  Beyond what the settings say: experts that are chosen by a trained bias.
+  """
+  ranked = _ranked(cfg, FAMILIES.values())
+  fitting = [family for family, missing in ranked if not missing]
+  if not fitting:
+    nearest, missing = ranked[0]
+    return f"{nearest.model_type} is nearest, and lacks {'; '.join(missing)}"
+  if cfg.moe.bias_update == "none" or any(common.BIAS not in family.rows for family in fitting):
+    return ""
+  return (
+    f"{fitting[0].model_type} has no bias by which experts are chosen, as "
+    f"moe.bias_update={cfg.moe.bias_update} trains it; moe.bias_update=none does not"
+  )
+
+
+def _ranked(cfg: Config, families: Iterable[Family]) -> list[tuple[Family, list[str]]]:
+  """Families with what each lacks of a model, the nearest first.
+
+  One whose layers are of another kind is further than any that differs by settings.
+  """
+  found = [(family, _not_in(family, cfg)) for family in families]
+  is_other = lambda family: bool(cfg.moe.num_experts) != _has_experts(family)
+  return sorted(found, key=lambda pair: (is_other(pair[0]), len(pair[1])))
+
+
+def _has_experts(family: Family) -> bool:
+  return any("/router/" in row.ours for row in family.rows)
 
 
 def _not_in(family: Family, cfg: Config) -> list[str]:
   """Settings that come back other than they were through a family's config.json."""
   if cfg.mod.routing != "none":
     return [f"mod.routing={cfg.mod.routing}: no layer that skips tokens"]
-  if cfg.moe.num_experts == 0 and any("/router/" in row.ours for row in family.rows):
+  if cfg.moe.num_experts == 0 and _has_experts(family):
     return ["moe.num_experts=0: it has experts"]
   try:
     back = family.read(family.write(cfg))

@@ -49,11 +49,21 @@ class OwnWeight:
     ours: path of the array in the model, by layer.
     value: maps its shape to its value after an import.
     needed: whether an export is refused if the array has another value.
+    counts_from_last: whether a number that all of its last dimension share changes nothing.
   """
 
   ours: str
   value: Callable[[Shape], np.ndarray]
   needed: bool
+  counts_from_last: bool = False
+
+  def is_met_by(self, array: np.ndarray) -> bool:
+    """Whether a model without the array computes what one with it does."""
+    if not self.needed:
+      return True
+    if self.counts_from_last:
+      array = array - array[..., -1:]
+    return np.array_equal(array, self.value(array.shape).astype(array.dtype))
 
 
 class FieldRow(Protocol):
@@ -450,8 +460,7 @@ def to_theirs(
   """
   item, row = group[0], group[0].row
   if isinstance(row, OwnWeight):
-    array = read(item)
-    if row.needed and not np.array_equal(array, row.value(item.shape).astype(array.dtype)):
+    if not row.is_met_by(read(item)):
       raise ValueError(
         f"{item.ours} is not what it begins with, and the family has nothing for it. Train with "
         "moe.bias_update=none."

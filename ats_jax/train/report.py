@@ -75,6 +75,8 @@ def opening(
     logging.info("%s: %s", name, value)
   if start == 0:
     say_unused_rows(cfg, train_set, program.counts.parameters)
+    if cfg.moe.num_experts:
+      say_obstacle(cfg)
   if jax.process_index() == 0:
     shape = {name: to_dict(getattr(cfg, name)) for name in ("model", "moe", "mod")}
     run = {**shape, "parameters": program.counts.parameters, **facts}
@@ -86,6 +88,18 @@ def opening(
     )  # fmt: skip
   elif start:
     logging.info("resuming %s from step %d of %d", folder, start, cfg.num_steps)
+
+
+def say_obstacle(cfg: Config) -> None:
+  """Log what keeps a model with experts from a published family, before it is trained."""
+  from ats_jax.bridge.export import obstacle  # here: a dense run does without
+
+  if reason := obstacle(cfg):
+    logging.info(
+      "export: `bridge export` cannot write this model, as it is trained here, as one of a "
+      "published family: %s. --family=ats_jax writes it with its own decoder.",
+      reason,
+    )
 
 
 def say_unused_rows(cfg: Config, train_set: TrainRows, parameters: int) -> None:

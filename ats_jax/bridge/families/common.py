@@ -62,8 +62,9 @@ MLP = tuple(
 LOAD = OwnWeight(
   f"{L}/mlp/router/load_E", lambda shape: np.full(shape, 1 / shape[-1]), needed=False
 )
-# What a router keeps of balancing by a bias.
-BALANCE = (OwnWeight(f"{L}/mlp/router/bias_E", np.zeros, needed=True), LOAD)
+# What a router keeps of balancing by a bias: experts are chosen by its differences.
+BIAS = OwnWeight(f"{L}/mlp/router/bias_E", np.zeros, needed=True, counts_from_last=True)
+BALANCE = (BIAS, LOAD)
 
 
 def experts(

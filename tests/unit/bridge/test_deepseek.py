@@ -137,7 +137,7 @@ def test_a_model_of_ours_is_a_deepseek():
     ({"model__attn_scale": 0.5}, "model.attn_scale=0.5"),
     ({"mod__routing": "static"}, "mod.routing=static"),
   ):
-    with pytest.raises(ValueError, match=f"deepseek_v3: .*{words}"):
+    with pytest.raises(ValueError, match=f"deepseek_v3 lacks: .*{words}"):
       choose_family(own(**changes), "deepseek_v3")
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hf_folders import fields_of, shapes_of
 
-from ats_jax.bridge.export import choose_family
+from ats_jax.bridge.export import choose_family, obstacle
 from ats_jax.bridge.families import FAMILIES
 from ats_jax.bridge.families.common import read_rope, write_rope
 from ats_jax.bridge.family import (
@@ -71,8 +71,8 @@ def test_what_no_family_has_is_named():
     ({"mod.routing": "static"}, "mod.routing=static"),
     ({"moe.num_experts": 4, "moe.null_experts": 1}, "moe.null_experts=1"),
     ({"moe.num_experts": 4, "moe.score": "sigmoid"}, "moe.score=sigmoid"),
-    ({"model.qk_norm": True, "model.qkv_bias": True}, "model.qkv_bias=True"),
-    ({"model.attn_sinks": True}, "gpt_oss: moe.num_experts=0: it has experts"),
+    ({"model.qk_norm": True, "model.qkv_bias": True}, "qwen2 lacks: model.qk_norm=True"),
+    ({"model.attn_sinks": True}, "llama lacks: model.attn_sinks=True.* or more: .*gpt_oss"),
     ({"moe.num_experts": 4, "moe.expert_bias": True}, "moe.expert_bias=True"),
   ):
     cfg = resolve(with_settings(config("llama"), changes), 0)
@@ -82,6 +82,40 @@ def test_what_no_family_has_is_named():
     ValueError, match=r"Llama models have nothing like layers/0/attn/./(weight|bias)"
   ):
     match_weights(FAMILIES["llama"], shapes_of(config("qwen2")))
+
+
+def test_the_nearest_family_is_named_in_one_line():
+  changes = {"moe.num_experts": 4, "moe.expert_bias": True, "moe.score": "sigmoid"}
+  with pytest.raises(ValueError) as found:
+    choose_family(resolve(with_settings(config("llama"), changes), 0))
+  message = str(found.value)
+  assert "\n" not in message and len(message) < 700
+  nearest, rest = message.split(" lacks: ", 1)
+  assert nearest.rsplit(" ", 1)[1] in FAMILIES and "--family=ats_jax" in rest
+
+
+@pytest.mark.parametrize(
+  ("changes", "words"),
+  [
+    ({"moe.bias_update": "none", "moe.route_scale": 1.0}, ""),
+    ({"moe.bias_update": "sign", "moe.route_scale": 1.0}, "moe.bias_update=sign trains it"),
+    ({"moe.score": "sigmoid", "moe.bias_on": "scores"}, "is nearest, and lacks"),
+  ],
+)
+def test_a_run_says_at_its_start_what_will_be_in_the_way_of_an_export(changes, words):
+  cfg = resolve(with_settings(config("mixtral"), changes), 0)
+  found = obstacle(cfg)
+  assert words in found and bool(words) == bool(found)
+
+
+def test_a_bias_that_all_experts_share_is_in_nobodys_way():
+  item = match_weights(FAMILIES["mixtral"], shapes_of(config("mixtral")))
+  (bias, *_) = [i for i in item if i.ours.endswith("bias_E")]
+  assert list(to_theirs([bias], lambda item: np.full(item.shape, 0.25, np.float32))) == []
+  uneven = np.full(bias.shape, 0.25, np.float32)
+  uneven[..., 0] = 0.5
+  with pytest.raises(ValueError, match="bias_update=none"):
+    list(to_theirs([bias], lambda item: uneven))
 
 
 def test_the_first_family_that_fits_is_chosen():
