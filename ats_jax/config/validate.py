@@ -52,7 +52,7 @@ def check_given(
 ) -> None:
   """Refuse settings that a user gave and that have no effect with the others.
 
-  0, "" and false ask for nothing, so that they are not ignored.
+  0, "", false and the default ask for nothing, so that they are not ignored.
 
   Args:
     cfg: the run.
@@ -65,7 +65,9 @@ def check_given(
   """
   flat, fields = flatten(cfg), settings(cfg)
   for name in given:
-    needs = unmet(name, fields, flat, by_flag=True) if name in fields and flat[name] else None
+    if name not in fields or flat[name] in (0, "", default_of(name, fields[name])):
+      continue
+    needs = unmet(name, fields, flat, by_flag=True)
     if needs is not None and stored().get(name) != flat[name]:
       raise ValueError(_idle(name, needs, flat, f"leave {name} out"))
 

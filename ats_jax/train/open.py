@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from ats_jax.checkpoint import CheckpointManager, StopSignal, abstract_like, workdir
-from ats_jax.cluster.liveness.device_watch import open_device_watch
 from ats_jax.cluster.liveness.watchdog import READING, Watchdog, open_watchdog
 from ats_jax.config import Config
 from ats_jax.config.build import CHANGES, resolve, with_changes
@@ -29,6 +28,7 @@ from ats_jax.metrics.profiler import ProfileWindow
 from ats_jax.metrics.progress import ProgressBar
 from ats_jax.metrics.steplog import StepLog
 from ats_jax.metrics.throughput import Throughput
+from ats_jax.metrics.watcher import Watcher
 from ats_jax.metrics.writer import MetricWriter
 from ats_jax.model.layout import stacks
 from ats_jax.orchestrator.no_supervisor import NoSupervisor
@@ -163,7 +163,7 @@ def open_run(
       watchers=(
         FolderWatch(checkpoints, cfg.log.every_steps),
         watchdog,
-        open_device_watch(cfg.log.every_steps),
+        _device_watch(cfg.log.every_steps),
         profile,
         log,
         meter,
@@ -291,3 +291,12 @@ def speed(program: Program) -> Throughput:
     tokens_per_step=cfg.data.batch_size * cfg.data.seq_len,
     flops_per_token=program.flops_per_token(cfg.data.seq_len),
   )
+
+
+def _device_watch(every_steps: int) -> Watcher:
+  """The watch over GPUs, where there are any."""
+  if jax.default_backend() != "gpu":
+    return Watcher()
+  from ats_jax.cluster.liveness.device_watch import open_device_watch
+
+  return open_device_watch(every_steps)

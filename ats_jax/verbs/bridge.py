@@ -14,7 +14,8 @@ from ats_jax.bridge import gguf_file, hub, programs
 from ats_jax.bridge.convert import ASIDE, COMPANIONS, import_folder
 from ats_jax.bridge.export import export
 from ats_jax.bridge.family import shorten_names
-from ats_jax.bridge.parity import compare
+from ats_jax.bridge.folder import CONFIG
+from ats_jax.bridge.parity import WIDER, compare, reference, row_length
 from ats_jax.checkpoint import abstract_like, restore_tree, workdir
 from ats_jax.cluster import runtime
 from ats_jax.config.build import resolve
@@ -26,9 +27,6 @@ from ats_jax.step.program import make_program
 from ats_jax.store import paths
 from ats_jax.verbs import cli
 from ats_jax.verbs.bridge_train import TRAIN
-
-# What counts as the same model: see docs/guides/hugging_face.md.
-MOST = {"float32": (1e-4, 1e-6), "bfloat16": (float("inf"), 1e-3)}
 
 IMPORT = """a workdir whose checkpoint 0 holds the weights of a folder
 
@@ -113,7 +111,11 @@ _COMPUTED_IN = flags.DEFINE_string(
   "dtype", "float32", "Both compute in float32 or bfloat16.", flag_values=_FOR_VERIFY
 )
 _SEQ_LEN = flags.DEFINE_integer(
-  "seq_len", 128, "Tokens of a row.", lower_bound=2, flag_values=_FOR_VERIFY
+  "seq_len",
+  0,
+  "Tokens of a row; 0 = as many as pass its windows and the context that rope was trained with.",
+  lower_bound=0,
+  flag_values=_FOR_VERIFY,
 )
 
 
@@ -214,7 +216,7 @@ def _export(folder: Path, source: paths.Path) -> bool:
 
 
 def _verify(folder: Path, source: paths.Path) -> bool:
-  dtype, asked = _one_of(_COMPUTED_IN.value, *MOST), _STEP_TO_VERIFY.value
+  dtype, asked = _one_of(_COMPUTED_IN.value, *WIDER), _STEP_TO_VERIFY.value
   cfg = as_data(workdir.load_config(source))
   cfg = dataclasses.replace(
     cfg, precision=dataclasses.replace(cfg.precision, compute_dtype=dtype, fp8=False)
@@ -230,12 +232,23 @@ def _verify(folder: Path, source: paths.Path) -> bool:
     step = int(asked) if asked.isdecimal() else asked
     checkpoints, run = source / workdir.CHECKPOINTS, workdir.load_identity(source)
     chosen, model, _ = restore_tree(checkpoints, abstract, step, part, run, stacks(cfg))
-    parity = compare(model, program.rules(chosen), folder, seq_len=_SEQ_LEN.value, dtype=dtype)
+    seq_len, needed = row_length(
+      paths.parse_json(paths.read(paths.parse(str(folder / CONFIG)))),
+      {"sliding_window": cfg.model.window},
+      {"original_max_position_embeddings": getattr(cfg.model.rope_scaling, "original_len", 0)},
+    )
+    seq_len = _SEQ_LEN.value or seq_len
+    theirs = reference(folder, seq_len=seq_len, dtype=dtype)
+    parity = compare(model, program.rules(chosen), theirs)
+  print(f"rows: {len(theirs.tokens_BT)} of {seq_len:,} random tokens")
+  if seq_len < needed:
+    print(
+      f"they do not pass the window or the context that rope was trained with: --seq_len={needed} "
+      "would, and needs more memory"
+    )
   print("\n".join(parity.lines()))
-  logits, kl = MOST[dtype]
-  same = parity.logits <= logits and parity.kl <= kl
-  print(f"{'the same model' if same else 'NOT the same model'} in {dtype}")
-  return same
+  print(f"{'the same model' if parity.is_same else 'NOT the same model'} in {dtype}")
+  return parity.is_same
 
 
 def _command(

@@ -82,7 +82,7 @@ class TestTrainedRun:
     steps = committed_steps(trained / "checkpoints")
     assert len(steps) == 3 and steps[-2:] == [35, 40]  # keep=2, and the best
     assert not [s for s in steps if find_damage(trained / "checkpoints" / str(s))]
-    assert load_extra(trained / "checkpoints").keys() == {"position", "devices"}
+    assert load_extra(trained / "checkpoints").keys() == {"position", "devices", "held_out"}
     cfg = workdir.load_config(trained)
     assert (cfg.num_steps, cfg.data.tokenizer, cfg.optimizer.ema_decay) == (40, "bpe", 0.5)
     assert load_tokenizer(trained / "tokenizer.json").decode([]) == ""

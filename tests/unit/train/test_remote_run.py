@@ -164,7 +164,9 @@ def test_commands_read_a_run_on_a_store(whole):
   assert f"eval/loss {loss:.6g}\n" in printed_by("evaluate", folder)
   assert printed_by("generate", folder, "--prompt=alpha", "--max_tokens=3").startswith("alpha")
   assert "replayed: the same decisions" in printed_by("decisions", str(whole), "--replay")
-  assert f"{whole}: step {STEPS}" in printed_by("forecast", folder, "--metric=train/loss")
+  assert f"{whole}: finished at step {STEPS}" in printed_by(
+    "forecast", folder, "--metric=train/loss"
+  )
 
 
 def test_event_files_on_a_store_are_complete(whole):
