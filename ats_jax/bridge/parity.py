@@ -102,8 +102,8 @@ def our_logits(
 ) -> np.ndarray:
   """Logits of rows, float32 [batch, positions, vocab]; of all positions by default."""
   at = np.arange(tokens_BT.shape[1]) if positions_P is None else positions_P
-  tokens_BT = jnp.asarray(tokens_BT, jnp.int32)
-  return np.asarray(_logits(model, tokens_BT, jnp.asarray(at, jnp.int32), rules=rules))
+  rows, at = jnp.asarray(tokens_BT, jnp.int32), jnp.asarray(at, jnp.int32)
+  return np.asarray(_logits(model, rows, at, rules=rules))
 
 
 @functools.partial(jax.jit, static_argnames="rules")

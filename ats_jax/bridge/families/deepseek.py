@@ -69,6 +69,8 @@ class _KeyWidths:
 
   def read(self, theirs: Values) -> Values:
     """Return our settings for a config.json, by dotted name."""
+    if theirs.get("kv_lora_rank") == 0:  # as of a model of ours without latents
+      raise ValueError("kv_lora_rank is 0 in config.json: keys and values are made of latents.")
     part, heads = theirs.get("qk_rope_head_dim", 64), theirs["num_attention_heads"]
     width = theirs.get("qk_nope_head_dim", 128) + part
     follows = {"qk_head_dim": width, "head_dim": part, "num_key_value_heads": heads}

@@ -100,6 +100,10 @@ def test_the_nearest_family_is_named_in_one_line():
     ({"moe.bias_update": "none", "moe.route_scale": 1.0}, ""),
     ({"moe.bias_update": "sign", "moe.route_scale": 1.0}, "moe.bias_update=sign trains it"),
     ({"moe.score": "sigmoid", "moe.bias_on": "scores"}, "is nearest, and lacks"),
+    (
+      {"moe.score": "sigmoid", "moe.bias_on": "scores", "model.num_kv_heads": 4},
+      "mixtral is nearest, and lacks moe.score=sigmoid",
+    ),
   ],
 )
 def test_a_run_says_at_its_start_what_will_be_in_the_way_of_an_export(changes, words):

@@ -11,15 +11,18 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import assert_trees_close, tiny_config
+from helpers import assert_trees_close, assert_trees_equal, tiny_config
 from optax import contrib
 
+from ats_jax.checkpoint import CheckpointManager, abstract_like
+from ats_jax.config.schema import CheckpointConfig
 from ats_jax.config.schema.optimizer import (
   OPTIMIZERS,
   ROLES,
   OptimizerConfig,
   Orthogonalised,
 )
+from ats_jax.model.layout import stacks
 from ats_jax.model.param import Param, Role, trainable
 from ats_jax.ops.newton_schulz import of_unit_norm, orthogonalise
 from ats_jax.step.optimizers import build_optimizer
@@ -296,6 +299,26 @@ def test_weights_of_schedule_free_are_its_average():
   assert cfg.optimizer.has_average
   moved = jax.tree.map(lambda y, x: jnp.abs(y - x).max(), y, trainable(state.weights))
   assert max(jax.tree.leaves(moved)) > 1e-6
+
+
+# The second of matrices of which one side has a basis.
+IN_CHECKPOINTS = {name: {} for name in BUILT_IN} | {"soap": {"optimizer.max_side": 32}}
+
+
+@pytest.mark.parametrize(
+  "name", [pytest.param(n, marks=() if n == "soap" else pytest.mark.thorough) for n in BUILT_IN]
+)
+def test_a_run_goes_on_bit_for_bit(name, tmp_path):
+  """After a checkpoint, with all that the optimizer keeps and the averages of weights."""
+  settings = {"optimizer.name": name, **NEEDS.get(name, {}), **IN_CHECKPOINTS[name]}
+  cfg = canonical.config("experts", settings)
+  step = lambda state, seed: canonical.step(cfg, state, canonical.rows(cfg, seed))[0]
+  state = step(step(canonical.state(cfg), 0), 1)
+  with CheckpointManager(tmp_path, CheckpointConfig(), stacks=stacks(cfg)) as manager:
+    manager.save(2, state, {})
+    found = manager.restore_latest(abstract_like(canonical.state(cfg), canonical.mesh()))
+  assert found is not None
+  assert_trees_equal(step(found[1], 2), step(state, 2))
 
 
 @pytest.mark.parametrize("name", ["muon", "muonh"])

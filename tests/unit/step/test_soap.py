@@ -2,16 +2,12 @@
 
 import functools
 
-import canonical
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_trees_close, named_leaves, tiny_config
+from helpers import assert_trees_close, tiny_config
 
-from ats_jax.checkpoint import CheckpointManager, abstract_like
-from ats_jax.config.schema import CheckpointConfig
-from ats_jax.model.layout import stacks
 from ats_jax.model.param import Param, Role
 from ats_jax.step.optimizers import build_optimizer
 from ats_jax.step.optimizers.base import state_of, with_state
@@ -205,23 +201,6 @@ def test_a_broken_state_is_found_and_its_matrix_begins_anew():
         fresh = np.eye(len(array)) if "basis" in field else 0.0 * array
         np.testing.assert_array_equal(array, fresh, err_msg=name)
     np.testing.assert_array_equal(anew.mu["query"][...], state_of(SoapState, new).mu["query"][...])
-
-
-def test_a_checkpoint_holds_its_state(tmp_path):
-  """With a side that has no basis: each layer's preconditioners are files of their own."""
-  cfg = canonical.config("dense", {"optimizer.name": "soap", "optimizer.max_side": 32})
-  state = canonical.state(cfg)
-  leaves, tree = jax.tree.flatten(state.opt_state)
-  number = lambda i, x: jnp.arange(i, i + x.size).astype(x.dtype).reshape(x.shape)
-  opt_state = tree.unflatten([number(i, x) for i, x in enumerate(leaves)])
-  with CheckpointManager(tmp_path, CheckpointConfig(), stacks=stacks(cfg)) as manager:
-    manager.save(2, opt_state, {})
-    found = manager.restore_latest(abstract_like(tree.unflatten(leaves), canonical.mesh()))
-  assert found is not None
-  want, got = named_leaves(opt_state), named_leaves(found[1])
-  assert want.keys() == got.keys() and any("left_basis" in key for key in want)
-  for key, value in want.items():
-    np.testing.assert_array_equal(got[key], value, err_msg=key)
 
 
 @pytest.mark.parametrize("name", NAMES)
