@@ -97,25 +97,30 @@ def _ranked(cfg: Config, families: Iterable[Family]) -> list[tuple[Family, list[
 
   One whose layers are of another kind is further than any that differs by settings.
   """
-  found = [(family, _not_in(family, cfg)) for family in families]
-  is_other = lambda family: bool(cfg.moe.num_experts) != _has_experts(family)
-  return sorted(found, key=lambda pair: (is_other(pair[0]), len(pair[1])))
 
+  def lacks(family: Family) -> tuple[bool, list[str]]:
+    try:
+      return False, _not_in(family, cfg)
+    except ValueError as e:
+      return True, [str(e)]
 
-def _has_experts(family: Family) -> bool:
-  return any("/router/" in row.ours for row in family.rows)
+  found = [(family, *lacks(family)) for family in families]
+  found.sort(key=lambda row: (row[1], len(row[2])))
+  return [(family, missing) for family, _, missing in found]
 
 
 def _not_in(family: Family, cfg: Config) -> list[str]:
-  """Settings that come back other than they were through a family's config.json."""
+  """Settings that come back other than they were through a family's config.json.
+
+  Raises:
+    ValueError: if its layers are of another kind.
+  """
+  has_experts = any("/router/" in row.ours for row in family.rows)
   if cfg.mod.routing != "none":
-    return [f"mod.routing={cfg.mod.routing}: no layer that skips tokens"]
-  if cfg.moe.num_experts == 0 and _has_experts(family):
-    return ["moe.num_experts=0: it has experts"]
-  try:
-    back = family.read(family.write(cfg))
-  except ValueError as e:
-    return [str(e)]
+    raise ValueError(f"layers that skip tokens (mod.routing={cfg.mod.routing})")
+  if has_experts and not cfg.moe.num_experts:
+    raise ValueError("layers without experts (moe.num_experts=0)")
+  back = family.read(family.write(cfg))
   wanted = architecture(cfg)
   bare = dataclasses.replace(cfg, model=type(cfg.model)(), moe=type(cfg.moe)())
   imported = architecture_of(back, bare)
