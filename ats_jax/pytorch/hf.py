@@ -55,7 +55,7 @@ class AtsJaxForCausalLM(PreTrainedModel, GenerationMixin):
     past_key_values: Cache | None = None,
     labels: Tensor | None = None,
     use_cache: bool | None = None,
-    logits_to_keep: int = 0,
+    logits_to_keep: int | Tensor = 0,
     **others: Any,
   ) -> CausalLMOutputWithPast:
     """Score the tokens that follow `input_ids [batch, seq]`.
@@ -67,7 +67,7 @@ class AtsJaxForCausalLM(PreTrainedModel, GenerationMixin):
       past_key_values: the cache that an earlier call returned.
       labels: like `input_ids`; -100 is not counted. They are shifted here.
       use_cache: give `past_key_values`.
-      logits_to_keep: only the last so many positions; 0 = all.
+      logits_to_keep: only the last so many positions, 0 = all; or their indices.
       others: further arguments of `transformers`; nothing reads them.
     """
     del others
@@ -82,7 +82,8 @@ class AtsJaxForCausalLM(PreTrainedModel, GenerationMixin):
     x_BTD, _, _ = self.model(
       input_ids, positions_BT=position_ids, segment_ids_BT=segment_ids, cache=cache
     )
-    logits = self.model.logits(x_BTD[:, -logits_to_keep:] if logits_to_keep else x_BTD)
+    kept = logits_to_keep if isinstance(logits_to_keep, Tensor) else slice(-logits_to_keep, None)
+    logits = self.model.logits(x_BTD[:, kept])
     loss = None
     if labels is not None:
       loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())

@@ -10,12 +10,12 @@ import jax
 from absl import flags, logging
 
 from ats_jax import exits
-from ats_jax.bridge import gguf_file, hub, programs
+from ats_jax.bridge import gguf_file, hub, parity, programs
 from ats_jax.bridge.convert import ASIDE, COMPANIONS, import_folder
 from ats_jax.bridge.export import export
 from ats_jax.bridge.family import shorten_names
-from ats_jax.bridge.parity import compare
 from ats_jax.checkpoint import abstract_like, restore_tree, workdir
+from ats_jax.checkpoint.reader import find
 from ats_jax.cluster import runtime
 from ats_jax.config.build import resolve
 from ats_jax.data.tokens.file import load_tokenizer
@@ -26,9 +26,6 @@ from ats_jax.step.program import make_program
 from ats_jax.store import paths
 from ats_jax.verbs import cli
 from ats_jax.verbs.bridge_train import TRAIN
-
-# What counts as the same model: see docs/guides/hugging_face.md.
-MOST = {"float32": (1e-4, 1e-6), "bfloat16": (float("inf"), 1e-3)}
 
 IMPORT = """a workdir whose checkpoint 0 holds the weights of a folder
 
@@ -113,7 +110,12 @@ _COMPUTED_IN = flags.DEFINE_string(
   "dtype", "float32", "Both compute in float32 or bfloat16.", flag_values=_FOR_VERIFY
 )
 _SEQ_LEN = flags.DEFINE_integer(
-  "seq_len", 128, "Tokens of a row.", lower_bound=2, flag_values=_FOR_VERIFY
+  "seq_len",
+  0,
+  f"Tokens of a row; 0 = {parity.GREEDY_TOKENS} more than the model's window and original rotary "
+  f"context, {parity.SHORTEST} to {parity.LONGEST}.",
+  lower_bound=0,
+  flag_values=_FOR_VERIFY,
 )
 
 
@@ -214,7 +216,7 @@ def _export(folder: Path, source: paths.Path) -> bool:
 
 
 def _verify(folder: Path, source: paths.Path) -> bool:
-  dtype, asked = _one_of(_COMPUTED_IN.value, *MOST), _STEP_TO_VERIFY.value
+  dtype, asked = _one_of(_COMPUTED_IN.value, *parity.WIDER), _STEP_TO_VERIFY.value
   cfg = as_data(workdir.load_config(source))
   cfg = dataclasses.replace(
     cfg, precision=dataclasses.replace(cfg.precision, compute_dtype=dtype, fp8=False)
@@ -229,13 +231,15 @@ def _verify(folder: Path, source: paths.Path) -> bool:
     abstract = abstract_like(getattr(program.init(abstract=True), part), mesh)
     step = int(asked) if asked.isdecimal() else asked
     checkpoints, run = source / workdir.CHECKPOINTS, workdir.load_identity(source)
+    find(checkpoints, step)  # a wrong step is said before minutes of work
+    points = parity.turning_points(cfg, folder)
+    seq_len = _SEQ_LEN.value or parity.row_length(points)
+    # Before ours is read, so that there is room for theirs.
+    theirs = parity.reference(folder, seq_len=seq_len, dtype=dtype, rows=parity.least_rows())
     chosen, model, _ = restore_tree(checkpoints, abstract, step, part, run, stacks(cfg))
-    parity = compare(model, program.rules(chosen), folder, seq_len=_SEQ_LEN.value, dtype=dtype)
-  print("\n".join(parity.lines()))
-  logits, kl = MOST[dtype]
-  same = parity.logits <= logits and parity.kl <= kl
-  print(f"{'the same model' if same else 'NOT the same model'} in {dtype}")
-  return same
+    found = parity.compare(model, program.rules(chosen), theirs)
+  print("\n".join([*parity.not_reached(points, seq_len), *found.lines()]))
+  return found.same
 
 
 def _command(
