@@ -1,6 +1,7 @@
 """Weights that a new run begins with: of another run, or of a Hugging Face folder."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -50,8 +51,9 @@ class InitialWeights:
     """
     return cls(paths.parse(hub.local_folder(source)), step, tuple(ignored))
 
-  def open(self) -> ModelFolder:
-    """The Hugging Face folder.
+  @functools.cached_property
+  def source(self) -> ModelFolder:
+    """The Hugging Face folder, whose headers are read once.
 
     Raises:
       ValueError: for one that this program cannot follow.
@@ -70,7 +72,7 @@ class InitialWeights:
       ValueError: if the model or the tokenizer of a Hugging Face folder is not the run's.
     """
     if is_model_folder(self.folder):
-      source = self.open()
+      source = self.source
       source.check_settings(resolve(cfg, source.settings["model.vocab_size"]))
       if cfg.data.tokenizer == "bpe":
         path = tokenizer_in(self.folder)
@@ -83,7 +85,7 @@ class InitialWeights:
   def keep_companions(self, folder: Path) -> None:
     """Keep in a run's workdir what a Hugging Face folder holds beside the weights, for exports."""
     if is_model_folder(self.folder):
-      keep_companions(self.open(), folder)
+      keep_companions(self.source, folder)
     elif (self.folder / COMPANIONS).is_dir():
       for name in paths.files(self.folder / COMPANIONS):
         paths.make_folder(folder / COMPANIONS)
@@ -105,7 +107,7 @@ class InitialWeights:
     if not is_model_folder(self.folder):
       return self._of_run(abstract, program, tokenizer)
     check_tokenizer(self.folder, program.cfg, tokenizer)
-    source = self.open()
+    source = self.source
     model = load_model(source, program.cfg, abstract)
     logging.info("the weights are those of %s in %s", source.family.name, self.folder)
     return model

@@ -106,7 +106,7 @@ def beginning_with(init: InitialWeights) -> dict[str, Any]:
   """
   folder = init.folder
   if is_model_folder(folder):
-    source = config_of(init.open())
+    source = config_of(init.source)
     tokenizer = source.data.tokenizer
   else:
     source = workdir.load_config(folder)

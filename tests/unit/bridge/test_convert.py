@@ -30,6 +30,7 @@ from ats_jax.config.build import resolve, with_settings
 from ats_jax.data.tokens.tokenizer import build_tokenizer
 from ats_jax.step.program import make_program
 from ats_jax.store.paths import parse
+from ats_jax.train import initial_weights
 from ats_jax.train.initial_weights import InitialWeights
 from ats_jax.train.loop import train
 from ats_jax.train.open import ResumePoint, restored_or_new
@@ -203,6 +204,37 @@ def test_a_state_is_built_around_the_weights_of_a_folder(mesh, tmp_path, monkeyp
       assert array.unsafe_buffer_pointer() not in own, "a step donates the state"
   types_of = lambda tree: [(x.shape, x.dtype, x.sharding.spec) for x in jax.tree.leaves(tree)]
   assert types_of(state) == types_of(abstract_like(program.init(abstract=True), mesh))
+
+
+OWN = {"bos_token_id": 256, "eos_token_id": 257, "pad_token_id": 258}  # of bytes
+THEIRS = {"bos_token_id": 3, "eos_token_id": [5, 6], "pad_token_id": None}
+
+
+@pytest.mark.parametrize(
+  ("named", "written"),
+  [
+    ({}, {**OWN, "max_position_embeddings": Config().data.seq_len}),
+    ({"eos_token_id": [5, 6]}, {**OWN, "eos_token_id": [5, 6]}),
+    ({**THEIRS, "max_position_embeddings": 777}, {**THEIRS, "max_position_embeddings": 777}),
+  ],
+)
+def test_ids_and_the_context_length_come_back(named, written, tmp_path):
+  """What a folder does not name is that of the tokenizer and of the settings."""
+  folder = make_folder(tmp_path / "hf", **named)
+  import_folder(folder, parse(tmp_path / "run"), tokenizer="bytes")
+  export(parse(tmp_path / "run"), tmp_path / "out")
+  fields = json.loads((tmp_path / "out/config.json").read_text())
+  assert {name: fields[name] for name in written} == written
+
+
+def test_a_folder_is_opened_once(tmp_path, monkeypatch):
+  folder = make_folder(tmp_path / "hf")
+  opened, read = [], initial_weights.open_model_folder
+  monkeypatch.setattr(initial_weights, "open_model_folder", lambda *a: opened.append(a) or read(*a))
+  init = InitialWeights(parse(folder))
+  init.check(config_of(init.source, tokenizer="bytes"))
+  init.keep_companions(parse(tmp_path / "run"))
+  assert len(opened) == 1 and (tmp_path / "run/huggingface/config.json").is_file()
 
 
 @pytest.mark.thorough
