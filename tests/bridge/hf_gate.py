@@ -54,7 +54,11 @@ def passes(source: ModelFolder, theirs: Reference) -> bool:
 
 
 def with_setting(source: ModelFolder, name: str, value: Any) -> ModelFolder:
-  return dataclasses.replace(source, settings={**source.settings, name: value})
+  settings = {**source.settings, name: value}
+  if value == "none":  # a kind without settings: those of another one would be refused
+    section = name.removesuffix("name")
+    settings = {n: v for n, v in settings.items() if n == name or not n.startswith(section)}
+  return dataclasses.replace(source, settings=settings)
 
 
 def with_row(source: ModelFolder, number: int, row: Any) -> ModelFolder:
