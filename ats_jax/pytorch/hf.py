@@ -67,7 +67,7 @@ class AtsJaxForCausalLM(PreTrainedModel, GenerationMixin):
       past_key_values: the cache that an earlier call returned.
       labels: like `input_ids`; -100 is not counted. They are shifted here.
       use_cache: give `past_key_values`.
-      logits_to_keep: only the last so many positions, or those of these indices; 0 = all.
+      logits_to_keep: only the last so many positions, 0 = all; or their indices.
       others: further arguments of `transformers`; nothing reads them.
     """
     del others
@@ -82,7 +82,7 @@ class AtsJaxForCausalLM(PreTrainedModel, GenerationMixin):
     x_BTD, _, _ = self.model(
       input_ids, positions_BT=position_ids, segment_ids_BT=segment_ids, cache=cache
     )
-    kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+    kept = logits_to_keep if isinstance(logits_to_keep, Tensor) else slice(-logits_to_keep, None)
     logits = self.model.logits(x_BTD[:, kept])
     loss = None
     if labels is not None:

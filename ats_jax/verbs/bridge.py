@@ -10,13 +10,12 @@ import jax
 from absl import flags, logging
 
 from ats_jax import exits
-from ats_jax.bridge import gguf_file, hub, programs
+from ats_jax.bridge import gguf_file, hub, parity, programs
 from ats_jax.bridge.convert import ASIDE, COMPANIONS, import_folder
 from ats_jax.bridge.export import export
 from ats_jax.bridge.family import shorten_names
-from ats_jax.bridge.folder import CONFIG
-from ats_jax.bridge.parity import WIDER, compare, reference, row_length
 from ats_jax.checkpoint import abstract_like, restore_tree, workdir
+from ats_jax.checkpoint.reader import find
 from ats_jax.cluster import runtime
 from ats_jax.config.build import resolve
 from ats_jax.data.tokens.file import load_tokenizer
@@ -113,7 +112,8 @@ _COMPUTED_IN = flags.DEFINE_string(
 _SEQ_LEN = flags.DEFINE_integer(
   "seq_len",
   0,
-  "Tokens of a row; 0 = as many as pass its windows and the context that rope was trained with.",
+  f"Tokens of a row; 0 = {parity.GREEDY_TOKENS} more than the model's window and original rotary "
+  f"context, {parity.SHORTEST} to {parity.LONGEST}.",
   lower_bound=0,
   flag_values=_FOR_VERIFY,
 )
@@ -216,7 +216,7 @@ def _export(folder: Path, source: paths.Path) -> bool:
 
 
 def _verify(folder: Path, source: paths.Path) -> bool:
-  dtype, asked = _one_of(_COMPUTED_IN.value, *WIDER), _STEP_TO_VERIFY.value
+  dtype, asked = _one_of(_COMPUTED_IN.value, *parity.WIDER), _STEP_TO_VERIFY.value
   cfg = as_data(workdir.load_config(source))
   cfg = dataclasses.replace(
     cfg, precision=dataclasses.replace(cfg.precision, compute_dtype=dtype, fp8=False)
@@ -231,24 +231,15 @@ def _verify(folder: Path, source: paths.Path) -> bool:
     abstract = abstract_like(getattr(program.init(abstract=True), part), mesh)
     step = int(asked) if asked.isdecimal() else asked
     checkpoints, run = source / workdir.CHECKPOINTS, workdir.load_identity(source)
+    find(checkpoints, step)  # a wrong step is said before minutes of work
+    points = parity.turning_points(cfg, folder)
+    seq_len = _SEQ_LEN.value or parity.row_length(points)
+    # Before ours is read, so that there is room for theirs.
+    theirs = parity.reference(folder, seq_len=seq_len, dtype=dtype, rows=parity.least_rows())
     chosen, model, _ = restore_tree(checkpoints, abstract, step, part, run, stacks(cfg))
-    seq_len, needed = row_length(
-      paths.parse_json(paths.read(paths.parse(str(folder / CONFIG)))),
-      {"sliding_window": cfg.model.window},
-      {"original_max_position_embeddings": getattr(cfg.model.rope_scaling, "original_len", 0)},
-    )
-    seq_len = _SEQ_LEN.value or seq_len
-    theirs = reference(folder, seq_len=seq_len, dtype=dtype)
-    parity = compare(model, program.rules(chosen), theirs)
-  print(f"rows: {len(theirs.tokens_BT)} of {seq_len:,} random tokens")
-  if seq_len < needed:
-    print(
-      f"they do not pass the window or the context that rope was trained with: --seq_len={needed} "
-      "would, and needs more memory"
-    )
-  print("\n".join(parity.lines()))
-  print(f"{'the same model' if parity.is_same else 'NOT the same model'} in {dtype}")
-  return parity.is_same
+    found = parity.compare(model, program.rules(chosen), theirs)
+  print("\n".join([*parity.not_reached(points, seq_len), *found.lines()]))
+  return found.same
 
 
 def _command(

@@ -18,7 +18,7 @@ else:
 
 @pytest.fixture(scope="session")
 def cases(tmp_path_factory):
-  """Name of a case -> its source, tokens and logits."""
+  """Name of a case -> its source and reference."""
   import hf_gate
 
   root = tmp_path_factory.mktemp("cases")

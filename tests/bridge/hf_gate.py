@@ -7,20 +7,17 @@ from typing import Any
 
 import hf_models
 import jax
-import numpy as np
 from flax import nnx
 
 from ats_jax.bridge.convert import config_of, load_model
 from ats_jax.bridge.folder import ModelFolder, open_model_folder
-from ats_jax.bridge.parity import divergence, our_logits
+from ats_jax.bridge.parity import Reference, our_logits, reference
 from ats_jax.checkpoint import abstract_like
 from ats_jax.config import Config
 from ats_jax.config.build import resolve
 from ats_jax.model.decoder import Decoder
 from ats_jax.model.forward_pass import rules_at
 from ats_jax.model.numerics import numerics
-
-LOGITS, KL = 1e-4, 1e-6
 
 
 def settings(source: ModelFolder) -> Config:
@@ -45,19 +42,23 @@ def rules(cfg: Config, *, training: bool = False) -> Any:
   return rules_at(cfg, 0, training=training)
 
 
-def passes(source: ModelFolder, tokens: np.ndarray, theirs: np.ndarray) -> bool:
-  """Whether an import computes these logits; False too where it is refused."""
+def passes(source: ModelFolder, theirs: Reference) -> bool:
+  """Whether `bridge verify` takes an import for the same model; False too where it is refused."""
   try:
     cfg = settings(source)
     model = imported(source, cfg)
   except ValueError:
     return False
-  ours = our_logits(model, rules(cfg), tokens)
-  return bool(np.max(np.abs(ours - theirs)) <= LOGITS and np.max(divergence(theirs, ours)) <= KL)
+  ours = our_logits(model, rules(cfg), theirs.tokens_BT, theirs.positions_P)
+  return theirs.error(ours) <= theirs.bound
 
 
 def with_setting(source: ModelFolder, name: str, value: Any) -> ModelFolder:
-  return dataclasses.replace(source, settings={**source.settings, name: value})
+  settings = {**source.settings, name: value}
+  if value == "none":  # a kind without settings: those of another one would be refused
+    section = name.removesuffix("name")
+    settings = {n: v for n, v in settings.items() if n == name or not n.startswith(section)}
+  return dataclasses.replace(source, settings=settings)
 
 
 def with_row(source: ModelFolder, number: int, row: Any) -> ModelFolder:
@@ -67,9 +68,7 @@ def with_row(source: ModelFolder, number: int, row: Any) -> ModelFolder:
 
 
 @functools.cache
-def case(name: str, folder: Path) -> tuple[ModelFolder, np.ndarray, np.ndarray]:
-  """A saved case, some tokens, and the logits of `transformers`."""
-  model = hf_models.make(name)
-  hf_models.save(model, folder)
-  tokens = hf_models.rows()
-  return open_model_folder(folder), tokens, hf_models.logits(model, tokens)
+def case(name: str, folder: Path) -> tuple[ModelFolder, Reference]:
+  """A saved case, and what `transformers` computes of some tokens."""
+  hf_models.save(hf_models.make(name), folder)
+  return open_model_folder(folder), reference(folder, seq_len=hf_models.SEQ_LEN)

@@ -48,15 +48,15 @@ def test_the_logits_are_theirs_and_a_wrong_row_fails(kind, cases, tried):
   every = set()
   assert OF_FAMILY[kind]
   for name in OF_FAMILY[kind]:
-    source, tokens, theirs = cases(name)
-    assert hf_gate.passes(source, tokens, theirs), name
+    source, theirs = cases(name)
+    assert hf_gate.passes(source, theirs), name
     every |= {row for row in source.family.rows if not isinstance(row, OwnWeight)}
     for number, row in enumerate(source.family.rows):
       if isinstance(row, OwnWeight) or row in tried or not any(map(row.names, source.tensors)):
         continue
       tried.add(row)
       wrong = dataclasses.replace(row, transform=Wrong(row.transform))
-      assert not hf_gate.passes(hf_gate.with_row(source, number, wrong), tokens, theirs), row
+      assert not hf_gate.passes(hf_gate.with_row(source, number, wrong), theirs), row
   assert tried >= every
 
 
@@ -64,14 +64,14 @@ def test_the_logits_are_theirs_and_a_wrong_row_fails(kind, cases, tried):
 def test_a_wrong_field_fails(kind, cases, tried):
   """Each setting that the tables give, changed by itself; words and switches from each value."""
   for name in OF_FAMILY[kind]:
-    source, tokens, theirs = cases(name)
+    source, theirs = cases(name)
     for setting, value in source.settings.items():
       what = (setting, value if isinstance(value, bool | str) else None)
       if what in tried or _is_idle(source.settings, setting):
         continue
       tried.add(what)
       wrong = hf_gate.with_setting(source, setting, other(setting, value))
-      assert not hf_gate.passes(wrong, tokens, theirs), (name, setting)
+      assert not hf_gate.passes(wrong, theirs), (name, setting)
 
 
 RAMP = {f"model.rope_{name}" for name in ("slow_turns", "fast_turns", "original_len")}
@@ -110,7 +110,7 @@ def other(setting, value):
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_fields_with_another_value_or_none(kind, cases, tmp_path):
   """What is fixed is refused; a field that is missing means what `transformers` takes it for."""
-  source, _, _ = cases(OF_FAMILY[kind][0])
+  source, _ = cases(OF_FAMILY[kind][0])
   family = FAMILIES[kind]
   for row in family.fields:
     if isinstance(row, FixedField):

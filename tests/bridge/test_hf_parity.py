@@ -16,7 +16,7 @@ from ats_jax.bridge.convert import import_folder
 from ats_jax.bridge.export import export
 from ats_jax.bridge.folder import open_model_folder
 from ats_jax.bridge.mxfp4 import dequantise
-from ats_jax.bridge.parity import compare, reference, row_length
+from ats_jax.bridge.parity import compare
 from ats_jax.step.objective import loss_sums
 from ats_jax.store.paths import parse
 
@@ -31,56 +31,18 @@ pytestmark = [
 # `test_hf_mutations` compares the logits of every family.
 @pytest.mark.parametrize("name", ["gpt_oss", "gemma3", "deepseek_v2-odd-groups-yarn"])
 def test_greedy_tokens_are_equal(name, cases):
-  source, _, _ = cases(name)
+  source, theirs = cases(name)
   cfg = hf_gate.settings(source)
-  model = hf_gate.imported(source, cfg)
-  parity = compare(model, hf_gate.rules(cfg), reference(source.folder, seq_len=160))
-  assert parity.is_same and parity.logits <= hf_gate.LOGITS and parity.kl <= hf_gate.KL
+  parity = compare(hf_gate.imported(source, cfg), hf_gate.rules(cfg), theirs)
+  assert parity.same and parity.kl <= 1e-9
   assert parity.std >= 1, "logits near 0 would hide a wrong weight"
   assert parity.greedy == parity.asked == 128
-
-
-def test_rows_pass_windows_and_the_context_of_rope():
-  assert row_length({}, {"sliding_window": 0}) == (128, 0)
-  assert row_length({"sliding_window": 512, "use_sliding_window": True}) == (576, 0)
-  scaling = {"rope_scaling": {"original_max_position_embeddings": 8192}}
-  assert row_length({"sliding_window": None, **scaling}) == (4160, 8256)
-  assert row_length({"sliding_window": 100}, {"sliding_window": 200}) == (264, 0)  # ours is longer
-
-
-@pytest.mark.parametrize("scale", [1.0, 40.0])
-@pytest.mark.parametrize(
-  ("name", "setting", "wrong"),
-  [
-    ("mistral-window", "model.window", lambda v: v - 1),
-    ("llama", "model.rope_theta", lambda v: 1.02 * v),
-    ("gemma2", "model.logit_soft_cap", lambda v: 1.02 * v),
-  ],
-)
-def test_rounding_is_accepted_at_any_size_of_logits_and_errors_are_not(
-  name, setting, wrong, scale, cases, tmp_path
-):
-  source, _, _ = cases(name)
-  theirs = hf_models.load(source.folder)
-  with torch.no_grad():
-    theirs.get_output_embeddings().weight *= scale
-  hf_models.save(theirs, tmp_path / "hf")
-  scaled = open_model_folder(tmp_path / "hf")
-  cfg = hf_gate.settings(scaled)
-  want = reference(scaled.folder, seq_len=160)
-  rules = hf_gate.rules(cfg)
-  right = compare(hf_gate.imported(scaled, cfg), rules, want)
-  assert right.is_same, right
-  value = scaled.settings[setting]
-  changed = hf_gate.with_setting(scaled, setting, wrong(value))
-  other = compare(hf_gate.imported(changed), rules, want)
-  assert not other.is_same, other
 
 
 # Of the ways to cut a row: by windows too, by the one key of all heads.
 @pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3"])
 def test_the_loss_of_packed_rows_is_that_of_the_documents(name, cases):
-  source, _, _ = cases(name)
+  source, _ = cases(name)
   lengths = [[40, 1, 30, 20], [96]]
   tokens = hf_models.rows(seed=1, length=SEQ_LEN + 1)
   theirs, losses = hf_models.load(source.folder), []

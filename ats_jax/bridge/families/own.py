@@ -13,6 +13,10 @@ from ats_jax.config.schema import Config
 from ats_jax.pytorch import remote_code
 
 MODEL_TYPE = "ats_jax"
+AUTO_MAP = {
+  "AutoConfig": f"{remote_code.MODULE}.AtsJaxConfig",
+  "AutoModelForCausalLM": f"{remote_code.MODULE}.AtsJaxForCausalLM",
+}
 SECTIONS = ("model", "moe", "mod")
 L = "layers/{layer}"
 
@@ -55,13 +59,9 @@ class Settings:
     """Return the fields of config.json for a resolved config."""
     nested = {name: section for name, section in to_dict(cfg).items() if name in SECTIONS}
     nested["data"] = {"seq_len": cfg.data.seq_len}
-    module = remote_code.MODULE
     return {
       "settings": nested,
-      "auto_map": {
-        "AutoConfig": f"{module}.AtsJaxConfig",
-        "AutoModelForCausalLM": f"{module}.AtsJaxForCausalLM",
-      },
+      "auto_map": AUTO_MAP,
       "vocab_size": cfg.model.vocab_size,
       "hidden_size": cfg.model.d_model,
       "num_hidden_layers": cfg.model.num_layers,
