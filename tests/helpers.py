@@ -185,6 +185,12 @@ def named_leaves(tree: Any) -> dict[str, Any]:
   return {jax.tree_util.keystr(p): x for p, x in jax.tree_util.tree_leaves_with_path(tree)}
 
 
+def assert_trees_equal(got: Any, want: Any) -> None:
+  """Compare all arrays of two trees, bit for bit but for NaN."""
+  for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+    np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
 def assert_trees_close(got: Any, want: Any, *, rtol: float, atol: float) -> None:
   got, want = named_leaves(got), named_leaves(want)
   assert got.keys() == want.keys()

@@ -122,8 +122,8 @@ def our_logits(
 ) -> np.ndarray:
   """Logits of whole rows, or of some positions, float32 [batch, positions, vocab]."""
   kept_P = np.arange(tokens_BT.shape[1]) if positions_P is None else positions_P
-  tokens_BT = jnp.asarray(tokens_BT, jnp.int32)
-  return np.asarray(_logits(model, tokens_BT, jnp.asarray(kept_P, jnp.int32), rules=rules))
+  rows, kept = jnp.asarray(tokens_BT, jnp.int32), jnp.asarray(kept_P, jnp.int32)
+  return np.asarray(_logits(model, rows, kept, rules=rules))
 
 
 @functools.partial(jax.jit, static_argnames="rules")

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import counting_rows, micro_batches
+from helpers import assert_trees_equal, counting_rows, micro_batches
 
 from ats_jax.model.param import trainable
 from ats_jax.step import tensors
@@ -21,11 +21,6 @@ from ats_jax.step.schedule import learning_rate
 from lab.faults.inject import Fault, with_faults
 
 FLOOR = 0.1
-
-
-def assert_trees_equal(got, want):
-  for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-    np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
 @jax.jit
