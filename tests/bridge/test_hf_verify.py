@@ -262,7 +262,7 @@ def own_folder(tmp_path_factory):
 def test_the_command_verifies_our_own_format(own_folder):
   run, folder = own_folder / "run", own_folder / "out"
   report = printed_by("bridge", "verify", f"--workdir={run}", f"--folder={folder}")
-  assert "compared: 128 positions in each of 2 rows of 128 random tokens" in report
+  assert "rows of 128 random tokens" in report
   assert "bound" in report and "128 of 128 equal" in report
   assert "the same model in float32" in report and "NOT" not in report
 
