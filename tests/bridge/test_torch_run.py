@@ -159,6 +159,7 @@ def test_a_killed_run_goes_on_bit_for_bit_and_back_into_jax(tmp_path):
   assert loop.train(cfg, parse(tmp_path / "whole"), CPU)
 
   flags = {**RUN, **KINDS["learned"], **changes}
+  flags.pop("compilation_cache", None)  # a flag that would do nothing
   flags |= {"data.cache_dir": tmp_path / "cache", "data.paths": tmp_path / "text.txt"}
   (tmp_path / "plain.py").write_text("from ats_jax.config import base_config as get_config\n")
   command = [sys.executable, "-c", KILLED, "bridge", "train", "--device=cpu"]
