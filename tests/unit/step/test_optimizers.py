@@ -318,7 +318,8 @@ def test_a_run_goes_on_bit_for_bit(name, tmp_path):
     manager.save(2, state, {})
     found = manager.restore_latest(abstract_like(canonical.state(cfg), canonical.mesh()))
   assert found is not None
-  assert_trees_equal(step(found[1], 2), step(state, 2))
+  kept = lambda state: (state.model, state.opt_state, state.ema)
+  assert_trees_equal(kept(step(found[1], 2)), kept(step(state, 2)))
 
 
 @pytest.mark.parametrize("name", ["muon", "muonh"])
