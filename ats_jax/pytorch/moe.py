@@ -213,7 +213,7 @@ class MoE(nn.Module):
     gate_MF, up_MF = self.gate(x_MD, sizes_E, group_M), self.up(x_MD, sizes_E, group_M)
     y_MD = self.down(gated(gate_MF, up_MF, self.model), sizes_E, group_M)
     y_NKD = y_MD[order_M.argsort()].unflatten(0, (-1, choices))
-    return torch.einsum("NKD,NK->ND", y_NKD.float(), weight_NK).to(x_ND.dtype)
+    return torch.einsum("NKD,NK->ND", y_NKD.float(), weight_NK.float()).to(x_ND.dtype)
 
   def _by_all(self, x_ND: Tensor, expert_NK: Tensor, weight_NK: Tensor) -> Tensor:
     """Every expert computes every token: a graph has no groups whose sizes follow from data."""
@@ -222,7 +222,7 @@ class MoE(nn.Module):
     weight_NE = (chosen_NKE * weight_NK[..., None]).sum(dim=1)
     gate_EMF, up_EMF = self.gate.all(x_ND[None]), self.up.all(x_ND[None])
     y_EMD = self.down.all(gated(gate_EMF, up_EMF, self.model))
-    return torch.einsum("END,NE->ND", y_EMD.float(), weight_NE).to(x_ND.dtype)
+    return torch.einsum("END,NE->ND", y_EMD.float(), weight_NE.float()).to(x_ND.dtype)
 
   def _has_place(self, expert_BTK: Tensor, weight_BTK: Tensor) -> Tensor:
     """Which choices the experts have room for, each so many in a row, the first or the heaviest."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 from collections.abc import Callable
 from typing import Any
@@ -263,8 +264,20 @@ def test_the_command_verifies_our_own_format(own_folder):
   run, folder = own_folder / "run", own_folder / "out"
   report = printed_by("bridge", "verify", f"--workdir={run}", f"--folder={folder}")
   assert "rows of 128 random tokens" in report
-  assert "bound" in report and "128 of 128 equal" in report
+  assert re.search(r"bound \d.*\n.*\ngreedy tokens: (\d+) of \1 equal", report)
   assert "the same model in float32" in report and "NOT" not in report
+
+
+def test_the_command_says_what_differs_and_what_is_not_compared(own_folder, tmp_path):
+  folder = shutil.copytree(own_folder / "out", tmp_path / "out")
+  fields = json.loads((folder / "config.json").read_text())
+  fields["settings"]["model"]["norm_eps"] = 0.01
+  (folder / "config.json").write_text(json.dumps(fields))
+  report = printed_by(
+    "bridge", "verify", f"--workdir={own_folder}/run", f"--folder={folder}", "--seq_len=5"
+  )
+  assert "NOT compared: model.window=5 is past the end of rows of 5 tokens" in report
+  assert "NOT the same model in float32" in report
 
 
 RUNS = "import pathlib; pathlib.Path({!r}).touch()\n"

@@ -18,7 +18,7 @@ from ats_jax.bridge.convert import import_folder
 from ats_jax.bridge.export import export
 from ats_jax.bridge.families import KNOWN
 from ats_jax.bridge.folder import open_model_folder
-from ats_jax.bridge.parity import our_greedy, our_logits
+from ats_jax.bridge.parity import our_greedy, our_logits, reference
 from ats_jax.pytorch import remote_code, weights
 from ats_jax.pytorch.decoder import Decoder
 from ats_jax.pytorch.settings import settings_of
@@ -96,6 +96,9 @@ def test_all_three_compute_the_same_and_generate_the_same(exported):
     got = theirs(torch.tensor(tokens)).logits.numpy()
   np.testing.assert_allclose(got, want, atol=1e-4, rtol=1e-4)
   np.testing.assert_array_equal(greedy(theirs, torch.tensor(prompt), 12), tokens_of_ours)
+  # `bridge verify` computes it in float64 too.
+  found = reference(root / "out", seq_len=20)
+  assert found.error(our_logits(ours, rules, found.tokens_BT)) <= found.bound
 
   command = [sys.executable, "-c", IN_TORCH, f"{root}/out", json.dumps(prompt.tolist())]
   done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
