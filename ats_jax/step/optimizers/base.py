@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -172,15 +172,30 @@ def per_group(
 def per_tensor(tx: optax.GradientTransformation) -> optax.GradientTransformation:
   """A transformation that treats each tensor by itself, for each layer and expert of a stack.
 
-  The state has the fields of that of `tx`, each a tree like the parameters: whole numbers are the
-  same for all tensors of a stack, of arrays there is one for each.
+  The state has the fields of that of `tx`. A field of integers (a count of updates) is the same for
+  all tensors and kept once; any other is a tree like the parameters.
   """
 
+  def is_shared(field: Any) -> bool:
+    return hasattr(field, "dtype") and jnp.issubdtype(field.dtype, jnp.integer)
+
   def axes_of(state: Any) -> Any:
-    return jax.tree.map(lambda x: None if jnp.issubdtype(x.dtype, jnp.integer) else 0, state)
+    return jax.tree.map(lambda x: None if is_shared(x) else 0, state)
 
   def stacked(params: Any) -> list[int]:
     return jax.tree.leaves(per_param(lambda param: param.num_stacked, params))
+
+  def join(states: Sequence[Any], outer: Any) -> Any:
+    fields = zip(*map(jax.tree.leaves, states), strict=True)
+    joined = [field[0] if is_shared(field[0]) else outer.unflatten(field) for field in fields]
+    return jax.tree.structure(states[0]).unflatten(joined)
+
+  def split(state: Any, outer: Any, inner: Any) -> list[Any]:
+    fields = [
+      [field] * outer.num_leaves if is_shared(field) else outer.flatten_up_to(field)
+      for field in inner.flatten_up_to(state)
+    ]
+    return [inner.unflatten(of_one) for of_one in zip(*fields, strict=True)]
 
   def init_one(param: jax.Array, num_stacked: int) -> Any:
     make, tensor = tx.init, jax.ShapeDtypeStruct(param.shape[num_stacked:], param.dtype)
@@ -191,8 +206,7 @@ def per_tensor(tx: optax.GradientTransformation) -> optax.GradientTransformation
 
   def init(params):
     leaves, outer = jax.tree.flatten(params)
-    states = [init_one(*of_leaf) for of_leaf in zip(leaves, stacked(params), strict=True)]
-    return jax.tree.transpose(outer, jax.tree.structure(states[0]), outer.unflatten(states))
+    return join([init_one(*each) for each in zip(leaves, stacked(params), strict=True)], outer)
 
   def update_one(grad: jax.Array, state: Any, param: jax.Array, num_stacked: int) -> Any:
     make, axes = tx.update, axes_of(state)
@@ -202,13 +216,11 @@ def per_tensor(tx: optax.GradientTransformation) -> optax.GradientTransformation
 
   def update(updates, state, params=None):
     assert params is not None
-    (*grads,), outer = jax.tree.flatten(updates)
-    inner = jax.tree.structure(jax.eval_shape(tx.init, grads[0]))
-    states = outer.flatten_up_to(jax.tree.transpose(inner, outer, state))
+    grads, outer = jax.tree.flatten(updates)
+    states = split(state, outer, jax.tree.structure(jax.eval_shape(tx.init, grads[0])))
     each_one = zip(grads, states, jax.tree.leaves(params), stacked(updates), strict=True)
-    done = [update_one(*of_leaf) for of_leaf in each_one]
-    directions = outer.unflatten([direction for direction, _ in done])
-    return directions, jax.tree.transpose(outer, inner, outer.unflatten([s for _, s in done]))
+    directions, states = zip(*[update_one(*each) for each in each_one], strict=True)
+    return outer.unflatten(directions), join(states, outer)
 
   return optax.GradientTransformation(init, update)
 

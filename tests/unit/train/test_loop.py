@@ -102,7 +102,9 @@ def test_the_loop_equals_a_plain_loop(config, tmp_path):
   assert committed_steps(checkpoints) == [cfg.num_steps]
   extra = load_extra(checkpoints)
   assert extra["position"] == {"row": 6 * 16, "data": dataset.info.fingerprint}
-  assert extra["devices"]["count"] == 8 and extra.keys() == {"position", "devices"}
+  assert extra["held_out"] == {"": valid.info.fingerprint}
+  assert extra["devices"]["count"] == 8
+  assert extra.keys() == {"position", "devices", "held_out"}
 
 
 def test_a_run_ends_with_what_it_took(config, tmp_path, caplog):
