@@ -2,6 +2,7 @@
 
 import dataclasses
 import shutil
+import time
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from helpers import tiny_config
 from in_process import printed_by
 from train_helpers import assert_same, logged, on_texts
 
-from ats_jax.checkpoint import load_extra, workdir
+from ats_jax.checkpoint import committed_steps, load_extra, workdir
 from ats_jax.config.build import resolve
 from ats_jax.data.sources import EvalSet
 from ats_jax.data.splits import open_datasets
@@ -178,6 +179,8 @@ def test_a_killed_run_goes_on_with_its_memory_and_its_ledger(config, tmp_path, m
   whole, killed, left = (tmp_path / name for name in ("whole", "killed", "left"))
 
   def kill(state):
+    while 40 not in committed_steps(killed / workdir.CHECKPOINTS):
+      time.sleep(0.01)  # files are renamed, of which a copy may have some twice and miss others
     shutil.copytree(killed, left)
     raise Killed
 
