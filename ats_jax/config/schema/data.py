@@ -23,9 +23,9 @@ class DataConfig:
   paths: tuple[str, ...] = setting(
     (),
     "files, folders or globs, local or gs:// s3:// hf:// https:// (.txt .jsonl "
-    ".parquet .arrow .array_record .bin .npy ..., text also as .gz .zst .bz2), or a folder of "
-    "`ats-jax data prepare`; empty = this Python's own standard library sources; on resume the "
-    "same text may have another path",
+    ".parquet .arrow .array_record .bin .npy ..., text also as .gz .zst .bz2), "
+    "datasets://OWNER/NAME, or a folder of `ats-jax data prepare`; empty = this Python's own "
+    "standard library sources; on resume the same text may have another path",
     resume="free",
   )
   sources: Table[tuple[str, ...]] = setting(

@@ -67,7 +67,7 @@ def make_layout(
   return Layout(np.asarray(order, np.int64)[document], begin, length, first)
 
 
-def context(begin: np.ndarray, overlap: int) -> np.ndarray:
+def context(begin: np.ndarray | int, overlap: int) -> np.ndarray:
   """How many positions of its document stand before a piece in its row."""
   return np.minimum(begin, overlap)
 
