@@ -23,9 +23,9 @@ class DataConfig:
   paths: tuple[str, ...] = setting(
     (),
     "files, folders or globs, local or gs:// s3:// hf:// https:// (.txt .jsonl "
-    ".parquet .arrow .array_record .bin .npy ..., text also as .gz .zst .bz2), or a folder of "
-    "`ats-jax data prepare`; empty = this Python's own standard library sources; on resume the "
-    "same text may have another path",
+    ".parquet .arrow .array_record .bin .npy ..., text also as .gz .zst .bz2), "
+    "datasets://OWNER/NAME, or a folder of `ats-jax data prepare`; empty = this Python's own "
+    "standard library sources; on resume the same text may have another path",
     resume="free",
   )
   sources: Table[tuple[str, ...]] = setting(
@@ -110,6 +110,14 @@ class DataConfig:
     "(documents shorter than a row stay whole); auto = concat for text, best_fit for conversations",
     choices=("auto", "concat", "first_fit", "best_fit"),
   )
+  overlap: int = setting(
+    0,
+    "tokens of a document that are repeated, as context that does not count in the loss, where it "
+    "goes on in another row",
+    unit="tokens",
+    low=0,
+    needs=when("data.format.name", "text"),
+  )
   max_segments: int = setting(64, "documents in one row at most; the rest is padding", low=1)
   order: RowOrderConfig = section(ROW_ORDERS, "shuffled")
   num_workers: int = setting(
@@ -135,6 +143,11 @@ class DataConfig:
         "tokenizer.json, a .model of SentencePiece or a .tiktoken file."
       )
     rules.is_local(cfg, "data.cache_dir")
+    if self.overlap >= self.seq_len:
+      raise ValueError(
+        f"data.overlap={self.overlap} leaves a row of data.seq_len={self.seq_len} no room for text "
+        f"that goes on. Set it to at most {self.seq_len - 1}."
+      )
     check_sources(self)
     check_mixture(cfg)
     check_rates(cfg)

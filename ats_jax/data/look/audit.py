@@ -153,6 +153,7 @@ class _Audit:
       self._due[first:end] = rows > 0
       ends.append(end)
       first = end
+    self._has_context = any(packed.overlap for packed, _ in self._parts)
     self._num_rows = max(rows_until_read)
     self._ends = np.array(ends)
     self._unread = np.array([packed.num_rows for packed, _ in self._parts])  # of first epochs
@@ -236,6 +237,8 @@ class _Audit:
 
   def _check(self, real: Batch, shadow: Batch) -> None:
     counts = shadow["segment_ids"] > 0
+    if self._has_context:  # which counts elsewhere, as a target
+      counts &= shadow["loss_mask"] > 0
     tokens, targets = shadow["tokens"][counts].astype(np.int64), shadow["targets"][counts]
     number = _numbers(shadow)[counts]
     inside = (number >= 0) & (number < self._num_tokens)

@@ -6,6 +6,7 @@ import numpy as np
 
 from ats_jax.data.rows.contract import Info
 from ats_jax.data.rows.packed import Packed
+from ats_jax.data.rows.packing import context
 
 _CHUNK = 2**22  # tokens counted at a time
 _QUANTILES = (0.0, 0.1, 0.5, 0.9, 0.99, 1.0)
@@ -28,6 +29,7 @@ def stats(info: Info) -> dict[str, Any]:
   num_bytes = int(packed.corpus.num_bytes[packed.documents].sum())
   segments = np.diff(packed.plan.first)
   places = max(info.num_rows * info.seq_len, 1)
+  repeated = int(context(packed.plan.begin, packed.overlap).sum())
   figures = {
     "documents": info.num_documents,
     "text tokens": text_tokens,
@@ -35,7 +37,7 @@ def stats(info: Info) -> dict[str, Any]:
     "bytes of text": num_bytes or "unknown (token files)",
     "bytes per token": f"{num_bytes / text_tokens:.3f}" if num_bytes else "unknown",
     "rows": f"{info.num_rows} of {info.seq_len}",
-    "padding": f"{1 - info.num_tokens / places:.3%}",
+    "padding": f"{1 - (info.num_tokens + repeated) / places:.3%}",
   }
   if packed.weights is not None:
     counted = _in_loss(packed, packed.weights)

@@ -9,7 +9,7 @@ import numpy as np
 
 from ats_jax.data.corpus import cache
 from ats_jax.data.corpus.corpus import Corpus
-from ats_jax.data.rows.packing import Layout
+from ats_jax.data.rows.packing import Layout, context
 from ats_jax.data.tokens.tokenizer import Tokenizer
 
 _PACKED = ("tokens", "targets", "segment_ids", "positions")  # of a batch's fields, by packing
@@ -27,6 +27,7 @@ class Packed:
     plan: which part of which document is in which row.
     weights: of conversations, [codes] float32, the weight in the loss of a target by its code
       (`chat.segments`); None = every target counts 1.
+    overlap: positions of context before a piece of a document; their targets count 0.
     counts: `num_documents`, `num_tokens` and `num_bytes` of the plan.
   """
 
@@ -38,16 +39,19 @@ class Packed:
     *,
     seq_len: int,
     weights: np.ndarray | None = None,
+    overlap: int = 0,
   ):
     self.corpus, self.tokenizer = corpus, tokenizer
-    self.seq_len, self.weights = seq_len, weights
+    self.seq_len, self.weights, self.overlap = seq_len, weights, overlap
     self._folder, self.counts = folder, folder.meta
     self.plan = Layout(*map(folder.array, Layout._fields))
     self.documents = folder.array("documents")
     self.num_rows = len(self.plan.first) - 1
 
   def __reduce__(self):
-    make = functools.partial(Packed, seq_len=self.seq_len, weights=self.weights)
+    make = functools.partial(
+      Packed, seq_len=self.seq_len, weights=self.weights, overlap=self.overlap
+    )
     return make, (self.corpus, self._folder, self.tokenizer)
 
   def with_corpus(self, corpus: Any, tokenizer: Any) -> "Packed":
@@ -70,19 +74,23 @@ class Packed:
     return out.reshape(*indices.shape, self.seq_len)
 
   def _row(self, i: int) -> np.ndarray:
-    """_PACKED of row i as [4, seq_len] int32; `i >= num_rows` gives a row of padding."""
-    out = np.zeros((4, self.seq_len), np.int32)
+    """_PACKED of row i, and whether its targets count, as [5, seq_len] int32.
+
+    `i >= num_rows` gives a row of padding.
+    """
+    out = np.zeros((5, self.seq_len), np.int32)
     out[:2] = self.tokenizer.pad_id
     if i >= self.num_rows:
       return out
     first, end = self.plan.first[i], self.plan.first[i + 1]
     at = 0
     for segment, piece in enumerate(range(first, end), 1):
-      document, length = int(self.plan.document[piece]), int(self.plan.length[piece])
-      begin = int(self.plan.begin[piece])
+      document, begin = int(self.plan.document[piece]), int(self.plan.begin[piece])
+      before = int(context(begin, self.overlap))
+      begin, length = begin - before, int(self.plan.length[piece]) + before
       # Position p of a document is the input token p - 1 (bos before the first) with target p.
       ids = self.corpus.tokens(document, max(begin - 1, 0), begin + length)
-      tokens, targets, segment_ids, positions = out[:, at : at + length]
+      tokens, targets, segment_ids, positions, counts = out[:, at : at + length]
       if begin == 0:
         tokens[0], tokens[1:], targets[: len(ids)] = self.tokenizer.bos_id, ids[: length - 1], ids
       else:
@@ -91,6 +99,7 @@ class Packed:
         targets[-1] = self.tokenizer.eos_id
       segment_ids[:] = segment
       positions[:] = np.arange(length)
+      counts[before:] = 1
       at += length
     return out
 
@@ -108,9 +117,9 @@ def read_rows(
     Arrays [*shape, seq_len].
   """
   stacked = np.stack([packed._row(i) for packed, i in places], axis=1)
-  fields = stacked.reshape(4, *shape, stacked.shape[-1])
+  *fields, counts = stacked.reshape(5, *shape, stacked.shape[-1])
   batch = dict(zip(_PACKED, fields, strict=True))
-  mask = (stacked[_PACKED.index("segment_ids")] > 0).astype(np.float32)
+  mask = counts.reshape(len(places), -1).astype(np.float32)
   for row, (packed, i) in zip(mask, places, strict=True):
     if packed.weights is not None:
       row[:] = packed.weights[packed.codes(np.array([i]))[0]]

@@ -12,7 +12,8 @@ class Layout(NamedTuple):
   """Rows as lists of pieces; all arrays are int64.
 
   A document of n text tokens has n + 1 positions: inputs [bos, t_0 .. t_n-1], targets
-  [t_0 .. t_n-1, eos]. A piece is a run of them. Row i holds pieces [first[i], first[i + 1]).
+  [t_0 .. t_n-1, eos]. A piece is a run of them. Row i holds pieces [first[i], first[i + 1]), each
+  behind its context: as many of the document's positions before it as `data.overlap` asks for.
 
   Attributes:
     document: [pieces] index of the piece's document.
@@ -28,7 +29,13 @@ class Layout(NamedTuple):
 
 
 def make_layout(
-  lengths: np.ndarray, order: np.ndarray, *, seq_len: int, packing: str, max_segments: int
+  lengths: np.ndarray,
+  order: np.ndarray,
+  *,
+  seq_len: int,
+  packing: str,
+  max_segments: int,
+  overlap: int = 0,
 ) -> Layout:
   """Groups documents into rows.
 
@@ -37,10 +44,11 @@ def make_layout(
     order: a permutation of the documents; they are taken in this order.
     seq_len: positions in a row.
     packing: 'concat' cuts the stream of documents at row ends. The others cut only documents
-      longer than a row, into pieces of seq_len and a rest, and place pieces whole: 'first_fit' in
-      the first of 1024 open rows with room; 'best_fit' longest piece first, in the row with the
+      longer than a row, into pieces that fill one and a rest, and place pieces whole: 'first_fit'
+      in the first of 1024 open rows with room; 'best_fit' longest piece first, in the row with the
       least room that is enough (Ding et al. 2024, "Fewer Truncations").
     max_segments: pieces in a row at most.
+    overlap: positions before a piece, as far as its document has them, that its row has room for.
 
   Returns:
     A plan that holds each position of each document once. Rows are numbered in the order in which
@@ -48,23 +56,29 @@ def make_layout(
   """
   ordered = np.asarray(lengths, np.int64)[order]
   if packing == "concat":
-    document, begin, length, first = _concat(ordered, seq_len, max_segments)
+    document, begin, length, first = _concat(ordered, seq_len, max_segments, overlap)
   else:
-    document, begin, length = _cut(ordered, seq_len)
+    document, begin, length = _cut(ordered, seq_len, overlap)
     place = {"first_fit": _first_fit, "best_fit": _best_fit}[packing]
+    size = length + context(begin, overlap)
     document, begin, length, first = _group(
-      document, begin, length, _place(length, seq_len, max_segments, place)
+      document, begin, length, _place(size, seq_len, max_segments, place)
     )
   return Layout(np.asarray(order, np.int64)[document], begin, length, first)
 
 
-def _concat(lengths: np.ndarray, seq_len: int, max_segments: int):
+def context(begin: np.ndarray | int, overlap: int) -> np.ndarray:
+  """How many positions of its document stand before a piece in its row."""
+  return np.minimum(begin, overlap)
+
+
+def _concat(lengths: np.ndarray, seq_len: int, max_segments: int, overlap: int):
   starts = np.concatenate([[0], np.cumsum(lengths)])  # of documents in the stream, and its end
   rows = np.arange(0, starts[-1], seq_len)
   first = np.searchsorted(starts, rows, "right")
   last = np.searchsorted(starts, np.minimum(rows + seq_len, starts[-1]), "left")
-  if (last - first + 1 > max_segments).any():
-    rows = _short_rows(starts, seq_len, max_segments)
+  if overlap or (last - first + 1 > max_segments).any():
+    rows = _short_rows(starts, seq_len, max_segments, overlap)
   cuts = np.union1d(starts[:-1], rows)
   document = np.searchsorted(starts, cuts, "right") - 1
   length = np.diff(np.append(cuts, starts[-1]))
@@ -72,22 +86,27 @@ def _concat(lengths: np.ndarray, seq_len: int, max_segments: int):
   return document, cuts - starts[document], length, first
 
 
-def _short_rows(starts: np.ndarray, seq_len: int, max_segments: int) -> np.ndarray:
-  """Where rows start if a row also ends before its document number max_segments + 1."""
+def _short_rows(starts: np.ndarray, seq_len: int, max_segments: int, overlap: int) -> np.ndarray:
+  """Where rows start behind their context, and end before their document max_segments + 1."""
   rows, at, end = array("q"), 0, int(starts[-1])
   while at < end:
     rows.append(at)
     document = int(np.searchsorted(starts, at, "right")) - 1
-    at = min(at + seq_len, int(starts[min(document + max_segments, len(starts) - 1)]))
+    room = seq_len - min(at - int(starts[document]), overlap)
+    at = min(at + room, int(starts[min(document + max_segments, len(starts) - 1)]))
   return np.array(rows)
 
 
-def _cut(lengths: np.ndarray, seq_len: int):
-  """Pieces of seq_len and a rest."""
-  count = -(-lengths // seq_len)
+def _cut(lengths: np.ndarray, seq_len: int, overlap: int):
+  """Pieces that fill a row with their context, and a rest."""
+  overlap = min(overlap, seq_len - 1)  # no piece of a shorter row has one
+  step = seq_len - overlap
+  count = 1 + np.maximum(-(-(lengths - seq_len) // step), 0)
   document = np.repeat(np.arange(len(lengths)), count)
-  begin = (np.arange(len(document)) - np.repeat(np.cumsum(count) - count, count)) * seq_len
-  return document, begin, np.minimum(lengths[document] - begin, seq_len)
+  number = np.arange(len(document)) - np.repeat(np.cumsum(count) - count, count)
+  begin = number * step + np.where(number > 0, overlap, 0)
+  end = np.minimum(number * step + seq_len, lengths[document])
+  return document, begin, end - begin
 
 
 def _place(lengths: np.ndarray, seq_len: int, max_segments: int, place) -> np.ndarray:

@@ -118,6 +118,11 @@ def _by_name(name: str) -> str:
   return ""
 
 
+def split_of(word: str) -> str:
+  """The kind of split that a dataset's own word for it means: "train" of "training"."""
+  return _WORDS.get(word, word)
+
+
 def _by_card(entry: str, names: Sequence[str], card: Mapping[str, Any]) -> dict[str, str] | None:
   """The splits of the files of the card's only or default configuration; None = it has none."""
   configs = card.get("configs")
@@ -140,7 +145,7 @@ def _by_card(entry: str, names: Sequence[str], card: Mapping[str, Any]) -> dict[
       for name in names
       if any(fnmatchcase(name, glob) for glob in globs) or name.startswith(f"{pattern}/")
     ]
-    found |= {name: _WORDS.get(split, split) for name in matching}
+    found |= dict.fromkeys(matching, split_of(split))
   return found or None
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from ats_jax.data.corpus import cache
-from ats_jax.data.text import hub_dataset, remote
+from ats_jax.data.text import hub_dataset, named_dataset, remote
 from ats_jax.data.text.formats import opening, records, text, token_files
 from ats_jax.data.text.formats.text import Piece
 from ats_jax.data.text.report import Report
@@ -84,7 +84,9 @@ def find_files(
     return _standard_library(report)
   by_real_path: dict[str, SourceFile] = {}
   for entry in paths:
-    if paths_of_stores.is_remote(entry):
+    if named_dataset.is_name(entry):
+      expanded = named_dataset.files(entry, split)
+    elif paths_of_stores.is_remote(entry):
       expanded = _expand_remote(entry, report, copies, root or cache.cache_root(""), split)
     else:
       expanded = _expand(os.path.expanduser(entry), report, root, split)

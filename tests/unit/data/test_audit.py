@@ -37,11 +37,18 @@ def with_plan(ds, root, **changed):
 
 
 @pytest.mark.parametrize(
-  ("packing", "text"), [("concat", "long document " * 9), ("best_fit", "long document " * 3)]
+  ("packing", "overlap", "text"),
+  [
+    ("concat", 0, "long document " * 9),
+    ("concat", 5, "long document " * 9),
+    ("best_fit", 0, "long document " * 3),
+    ("best_fit", 15, "long document " * 3),
+  ],
 )
-def test_all_scenarios_are_clean(write, config, packing, text):
+def test_all_scenarios_are_clean(write, config, packing, overlap, text):
   path = write("a.jsonl", [{"text": text + str(i)} for i in range(20)])
-  ds = open_split(config(seq_len=16, packing=packing), 0, (str(path),), ByteTokenizer())
+  cfg = config(seq_len=16, packing=packing, overlap=overlap)
+  ds = open_split(cfg, 0, (str(path),), ByteTokenizer())
   results = list(audit(ds))
   assert [r.scenario for r in results] == list(SCENARIOS)
   assert {h for phases in SCENARIOS.values() for h, _, _ in phases} == {1, 2, 4, 7}
@@ -132,7 +139,7 @@ class TestPlantedFaults:
 
     def joined(self, i):
       out = row(self, i)
-      tokens, targets, segments, _ = out
+      tokens, targets, segments, *_ = out
       second = np.flatnonzero(segments == 2)
       if len(second):
         tokens[second[0]] = targets[second[0] - 1]

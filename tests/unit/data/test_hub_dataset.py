@@ -1,13 +1,14 @@
 """Which files of a dataset's folder are read: by its card, and by the names of its files."""
 
 import logging
+import re
 import sys
 
 import pytest
 
 from ats_jax.data.text.hub_dataset import TRAIN, VALIDATION
 from ats_jax.data.text.report import Report
-from ats_jax.data.text.source import find_files
+from ats_jax.data.text.source import find_files, read_pieces
 
 LINE = '{"text": "a"}\n'
 CARD = "---\nlicense: mit\n{}---\n# A dataset\n"
@@ -126,3 +127,63 @@ def test_what_this_program_wrote_is_no_input(folder, own):
   for paths in (path, path / "**" / "*"):
     assert found(paths)[0] == ["a.jsonl", "runs/b.txt"]
     assert "workdir or data cache of this program" in found(paths)[1].skipped
+
+
+LANGUAGES = """configs:
+- config_name: en
+  data_files:
+  - {split: train, path: en/train.jsonl}
+  - {split: test, path: en/test.jsonl}
+- config_name: de
+  data_files:
+  - {split: training, path: de.jsonl}
+"""
+
+
+@pytest.fixture
+def languages(write, tmp_path, monkeypatch):
+  """The name of a dataset with two configurations, whose texts are the names of their files."""
+  monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+  write("d/README.md", CARD.format(LANGUAGES))
+  for name in ("en/train", "en/test", "de"):
+    write(f"d/{name}.jsonl", f'{{"content": "{name}"}}\n')
+  return f"datasets://{tmp_path / 'd'}"
+
+
+@pytest.mark.formats
+@pytest.mark.parametrize(
+  ("options", "split", "text"),
+  [
+    ("config=en", TRAIN, "en/train"),
+    ("config=en", VALIDATION, "en/test"),
+    ("config=en&split=test", TRAIN, "en/test"),
+    ("config=de", TRAIN, "de"),
+  ],
+)
+def test_a_dataset_by_name_configuration_and_split(languages, options, split, text):
+  report = Report(strict=False)
+  (file,) = find_files((f"{languages}?{options}",), report, split=split)
+  assert [piece.text for piece in read_pieces(file, "content", report)] == [text]
+
+
+@pytest.mark.formats
+@pytest.mark.parametrize(
+  ("options", "words"),
+  [
+    ("", "Please pick one among the available configs: ['en', 'de']"),
+    ("config=fr", "'fr' not found. Available: ['en', 'de']"),
+    ("config=en&split=dev", "has no split 'dev'. It has: train, test"),
+    ("config=en&split=train[:1]", "has no split 'train[:1]'"),
+    ("name=en", "has the unknown part 'name'"),
+  ],
+)
+def test_what_no_dataset_has(languages, options, words):
+  with pytest.raises(ValueError, match=re.escape(words)) as found:
+    find_files((f"{languages}?{options}",), Report(strict=False))
+  assert "\n" not in str(found.value)
+
+
+@pytest.mark.formats
+def test_a_dataset_that_is_not_there(languages):
+  with pytest.raises(ValueError, match="nowhere"):
+    find_files((f"{languages}/nowhere",), Report(strict=False))

@@ -15,15 +15,18 @@ def problems(draw):
   lengths = draw(st.lists(st.integers(1, 60) | st.integers(1, 3), max_size=60))
   order = draw(st.permutations(range(len(lengths))))
   max_segments = draw(st.integers(1, 6) | st.just(10**6))
-  return np.array(lengths, np.int64), np.array(order, np.int64), seq_len, max_segments
+  overlap = draw(st.integers(0, seq_len - 1))
+  return np.array(lengths, np.int64), np.array(order, np.int64), seq_len, max_segments, overlap
 
 
 @pytest.mark.parametrize("mode", MODES)
 @given(problem=problems())
 @settings(max_examples=100)
 def test_every_position_once_and_rows_are_full_within_their_limits(mode, problem):
-  lengths, order, seq_len, max_segments = problem
-  plan = make_layout(lengths, order, seq_len=seq_len, packing=mode, max_segments=max_segments)
+  lengths, order, seq_len, max_segments, overlap = problem
+  plan = make_layout(
+    lengths, order, seq_len=seq_len, packing=mode, max_segments=max_segments, overlap=overlap
+  )
   seen = [np.zeros(n, int) for n in lengths]
   for d, b, n in zip(plan.document, plan.begin, plan.length, strict=True):
     assert n >= 1 and b + n <= lengths[d]
@@ -34,7 +37,7 @@ def test_every_position_once_and_rows_are_full_within_their_limits(mode, problem
   assert plan.first[0] == 0 and plan.first[-1] == len(plan.document)
   if not len(segments):
     return
-  fill = np.add.reduceat(plan.length, plan.first[:-1])
+  fill = np.add.reduceat(plan.length + np.minimum(plan.begin, overlap), plan.first[:-1])
   assert segments.min() >= 1 and segments.max() <= max_segments and fill.max() <= seq_len
   if mode == "concat":
     assert ((fill == seq_len) | (segments == max_segments))[:-1].all()
@@ -43,8 +46,18 @@ def test_every_position_once_and_rows_are_full_within_their_limits(mode, problem
     assert pieces == sorted(pieces)
   elif max_segments == 10**6:
     pieces = np.bincount(plan.document, minlength=len(lengths))
-    assert (pieces == -(-lengths // seq_len)).all()  # documents are whole
+    beyond = np.maximum(lengths - seq_len, 0)
+    assert (pieces == 1 + -(-beyond // (seq_len - overlap))).all()  # documents are whole
     assert len(fill) < 2 or np.sort(fill)[:2].sum() > seq_len  # no two rows would go into one
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_piece_has_room_for_its_context(mode):
+  """A row of 10 holds 7 more positions of a document that goes on, behind 3 it had before."""
+  plan = make_layout(
+    np.array([25]), np.arange(1), seq_len=10, packing=mode, max_segments=9, overlap=3
+  )
+  assert sorted(zip(plan.begin, plan.length, strict=True)) == [(0, 10), (10, 7), (17, 7), (24, 1)]
 
 
 @pytest.mark.parametrize(

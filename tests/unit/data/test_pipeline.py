@@ -49,6 +49,20 @@ def test_row_layout_formula(ds):
         assert_same({f: batch[f][a, slot] for f in FIELDS}, want)
 
 
+def test_context_is_read_again_and_does_not_count(write, config):
+  path = write("a.txt", "abcdefghijklmnop")
+  cfg = config(seq_len=10, overlap=4, packing="concat")
+  ds = open_split(cfg, 0, (str(path),), ByteTokenizer())
+  first, second = (ds.read_once(np.array(row)) for row in (0, 1))
+  text = lambda ids: "".join(chr(i) if i < 256 else "|" for i in ids)
+  assert [text(first[name]) for name in ("tokens", "targets")] == ["|abcdefghi", "abcdefghij"]
+  assert [text(second[name]) for name in ("tokens", "targets")] == ["fghijklmno", "ghijklmnop"]
+  assert first["loss_mask"].all()
+  assert second["loss_mask"].tolist() == [0] * 4 + [1] * 6
+  assert second["positions"].tolist() == list(range(10)) and (second["segment_ids"] == 1).all()
+  assert ds.info.num_tokens == 17 and ds.info.num_rows == 3
+
+
 def test_random_batches_are_packed_like_real_ones():
   batch = random_batch((2, 3, 10), vocab_size=7, segments=3)
   assert batch.keys() == FIELDS.keys()
