@@ -45,7 +45,6 @@ TINY = {
 }
 # Settings of runs in the tests' own process: they find the programs of former runs and sessions.
 CACHED = {"compilation_cache": os.environ.get("JAX_COMPILATION_CACHE_DIR", "off")}
-WATCHED = {"orchestrator.probe_share": 1.0}  # at each look, however small the run
 
 
 def kernels_of(op: str, name: str) -> Kernels:
@@ -83,8 +82,7 @@ class Lent:
 def tiny_config(changes: dict[str, Any] | None = None) -> Config:
   """A resolved config of a two-layer model, with some settings (by dotted name) changed."""
   config, changes = base_config(), changes or {}
-  watched = WATCHED if changes.get("orchestrator.mode", "off") != "off" else {}
-  config.update_from_flattened_dict(TINY | watched | changes)
+  config.update_from_flattened_dict(TINY | changes)
   cfg = from_config_dict(config)
   return resolve(cfg, cfg.model.vocab_size)
 

@@ -57,7 +57,6 @@ Restore = Callable[[], tuple[int, TrainState, Any] | None]
 # Keys of the supervisor's part of a checkpoint.
 SAVED = "orchestrator"  # what the policy remembers
 WAITING = "requests"  # what hooks asked for
-WATCH = "watch"  # the alert, and the looks to wait for the next score of the probe
 
 
 class Supervisor(Watcher):
@@ -104,8 +103,7 @@ class Supervisor(Watcher):
     self._settings = dict[str, tuple[Any, Any]]()  # name -> first value, value now
     self.replayed = 0
     self._program, self._cfg = program, program.cfg.orchestrator
-    self._probe = None if probe is None else Probe(program, probe)
-    self._alert, self._wait = False, 0  # is anything suspicious; looks until the probe is due
+    self._probe = None if probe is None else Probe(probe)
     self._names: tuple[str, ...] = ()  # of the step's metrics, as they came with the last
     self._terms = Terms.of(program.cfg)
     self._teller = Teller(ledger, write)
@@ -144,7 +142,6 @@ class Supervisor(Watcher):
       self.policy = PolicyState.from_json(saved[SAVED])
       self._requests = Requests(self._program.cfg, saved.get(WAITING, ()))
       self._settings = {name: (was, now) for name, (was, now) in saved.get(CHANGES, {}).items()}
-      self._alert, self._wait = saved[WATCH]
     if step:
       self._teller.note("resumed_from", step)
     self._teller.note(
@@ -239,9 +236,9 @@ class Supervisor(Watcher):
         state = self._look(step, state, pending, pause=True)
       pending = self._interval(step, state, pause=True)
     elif pending is not None and pending.probe is None and self._probe is not None:
-      pending = pending._replace(probe=self._score(state, pending.rules))
+      pending = pending._replace(probe=self._scorer(pending.rules)(state.model))
     if pending is not None and self._probe is not None:
-      pending = pending._replace(again=self._score(state, pending.rules))
+      pending = pending._replace(again=self._scorer(pending.rules)(state.model))
     if pending is not None:
       state = self._look(step, state, pending, pause=True)
     if self._restored_step != step:  # else `metrics` are of the state that was replaced
@@ -261,7 +258,6 @@ class Supervisor(Watcher):
       SAVED: self.policy.to_json(),
       WAITING: self._requests.to_json(),
       CHANGES: self._settings,
-      WATCH: (self._alert, self._wait),
     }
 
   def close(self) -> None:
@@ -277,25 +273,10 @@ class Supervisor(Watcher):
   def _interval(self, step: int, state: TrainState, *, pause: bool = False) -> Pending:
     rows, loads, self._rows, self._loads = self._rows, self._loads, [], []
     rules, probe = self._program.rules(step), None
-    if self._probe is not None and (pause or self._wants_probe(step)):
-      probe = self._score(state, rules)
-    else:
-      self._wait -= 1
+    if self._probe is not None and (pause or step > self.policy.acted_step):
+      probe = self._scorer(rules)(state.model)
     host = self._clock.lap(len(rows))
     return Pending(step, rows, probe, rules, host, loads, rows_read(self._loop, step))
-
-  def _wants_probe(self, step: int) -> bool:
-    """Whether it is time to score the probe, or anything depends on it."""
-    policy = self.policy
-    if policy.acted_step == step > 0:
-      return False  # nothing is concluded from steps before that
-    depends = policy.trial is not None or policy.lr_scale != policy.lr_wanted or self._tries
-    return self._wait <= 0 or self._alert or bool(depends)
-
-  def _score(self, state: TrainState, rules: Pass) -> Sums:
-    assert self._probe is not None
-    self._wait = self._probe.every - 1
-    return self._scorer(rules)(state.model)
 
   def _scorer(self, rules: Pass) -> Callable[[Decoder], Sums]:
     probe = self._probe
@@ -333,7 +314,6 @@ class Supervisor(Watcher):
       self._teller.bounded(step, left, interval.read, self._program.cfg.data.batch_size)
     if not judgement.stale:
       self._teller.health(health)
-      self._alert = judgement.finding is not None or reading.doubtful
       if not judgement.good:
         self._snapshots.reject()
       elif probe is not None or self._probe is None:  # not by the training loss alone

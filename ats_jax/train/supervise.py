@@ -11,7 +11,8 @@ from ats_jax.data.batch import POSITION
 from ats_jax.orchestrator.supervisor import Supervisor
 from ats_jax.orchestrator.trials.paired import NextUpdates, Update
 from ats_jax.orchestrator.trials.snapshots import Snapshots
-from ats_jax.train.feed import probe_feed, training_batches
+from ats_jax.train.feed import training_batches
+from ats_jax.train.probe_rows import probe_feed
 from ats_jax.train.run import Run
 
 

@@ -49,7 +49,6 @@ SETTINGS = {
   "orchestrator.mode": "act",  # arms have their own
   "orchestrator.check_interval": 10,
   "orchestrator.snapshot_interval": 10,
-  "orchestrator.probe_share": 1.0,  # its steps are some hundred tokens: read at each look
   "precision.compute_dtype": "float32",
 }
 

@@ -30,8 +30,8 @@ class OrchestratorConfig:
   )
   probe_share: float = setting(
     0.001,
-    "share of the compute that scoring the probe may take; under suspicion and at checkpoints it "
-    "is scored besides",
+    "share of the compute that scoring held-out text at each look may take; that text has at most "
+    "64 blocks, and at least 1,024 tokens whatever they cost",
     low=1e-6,
     high=1.0,
     resume="free",

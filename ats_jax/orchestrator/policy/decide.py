@@ -191,8 +191,6 @@ def _decide_interval(
   changed = reading.rules != policy.rules
   if changed:
     policy = policy._replace(reference=None, last_probe=None, last_change=None, rules=reading.rules)
-  if reading.wrong or reading.miscounted:
-    policy = policy._replace(doubts=_doubts(reading))
   finding = diagnose(policy, reading)
   excess = _excess(policy, reading)
   margin = _margin(policy, reading)
@@ -219,7 +217,7 @@ def _decide_interval(
   decisions = tuple(Decision(policy.decisions + i, *parts) for i, parts in enumerate(wanted))
   for decision in decisions:
     policy = _act(cfg, policy, decision, step, excess)
-  doubted = finding is not None and (finding.certain or finding.cause == "unknown")
+  doubted = finding is not None and finding.certain
   good = reading.sound and not excess > margin and not doubted
   return policy, Judgement(False, good, finding, outcome, decisions)
 
@@ -229,13 +227,13 @@ def diagnose(policy: PolicyState, reading: Reading) -> Finding | None:
   excess, margin = _excess(policy, reading), _margin(policy, reading)
   probe = f"held-out loss {reading.probe:.4g}, {excess:+.3g} from when all was well"
   if not reading.sound:
-    why = f"{policy.doubts}; " if policy.doubts else ""
+    why = f"{_doubts(reading)}; " if _doubts(reading) else ""
     reason = f"{why}weights or their held-out loss ({reading.probe}) are not finite"
     return Finding("state", 1.0, True, reason)
   for fault in reading.faults:
     return Finding(fault.cause, 1.0, True, fault.reason)
-  if policy.doubts:
-    return Finding("state", 1.0, True, f"{policy.doubts}; {probe}")
+  if doubts := _doubts(reading):
+    return Finding("state", 1.0, True, f"{doubts}; {probe}")
   if reading.broken >= BROKEN_STEPS:
     steps = f"no loss or gradient was finite in the last {reading.broken} steps"
     return Finding("system", 1.0, True, f"{steps}, though the weights are: {probe}")
@@ -246,9 +244,6 @@ def diagnose(policy: PolicyState, reading: Reading) -> Finding | None:
   fault = _sigmoid(PRIOR_ODDS + min(reading.cusum / 2.0, MOST_EVIDENCE))
   worse = _sigmoid(_log_odds_outlier(MARGIN_SIGMAS * excess / margin))
   held = f"the learning rate rises too fast, the last {reading.held} steps had it held"
-  if (surprised or is_held) and reading.unread:
-    why = held if is_held else f"training loss {_raised(reading)}"
-    return Finding("unknown", fault, False, f"{why}; the held-out loss is read at the next look")
   if is_worse and policy.odd and not surprised:
     reason = f"{probe}, after {policy.odd} looks at odd batches: the weights follow other data"
     return Finding("data", fault, False, reason)
@@ -268,8 +263,11 @@ def diagnose(policy: PolicyState, reading: Reading) -> Finding | None:
 
 
 def _doubts(reading: Reading) -> str:
+  """Why the weights may be corrupt; "" = there is no reason."""
   if reading.miscounted:
     return f"the optimizer's count of updates was off by {reading.miscounted}; it is mended"
+  if not reading.wrong:
+    return ""
   return (
     f"{reading.tensor} or its moments hold what no update can have left there: something else "
     "wrote to their memory"
@@ -430,7 +428,6 @@ def _remember(
     learning_rate=reading.learning_rate,
     starved=starved,
     crowded=crowded,
-    doubts=policy.doubts if reading.unread else "",
   )
   if not math.isnan(reading.probe) and not (finding and finding.certain):
     policy = _spread(policy, reading.probe)

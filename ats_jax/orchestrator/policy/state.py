@@ -35,7 +35,7 @@ class Finding(NamedTuple):
   """What is wrong.
 
   Attributes:
-    cause: "state", "learning rate", "data" or "system"; "unknown" until the probe is read.
+    cause: "state", "learning rate", "data" or "system".
     confidence: probability that it is so.
     certain: shown by an invariant, not by statistics.
     reason: in words.
@@ -182,7 +182,6 @@ class PolicyState(NamedTuple):
     first_norm: norm of the weights in the first look; None before.
     turnover: highest norm of an update over `first_norm`, as a mean over a look.
     started: whether the rate of the first steps has been judged.
-    doubts: why the weights may be corrupt; "" once the probe has been scored.
     fears: the looks at which leaving out batches was tried and lost.
   """
 
@@ -215,7 +214,6 @@ class PolicyState(NamedTuple):
   first_norm: float | None = None
   turnover: float = 0.0
   started: bool = False
-  doubts: str = ""
   fears: tuple[int, ...] = ()
 
   @property
@@ -241,6 +239,7 @@ class PolicyState(NamedTuple):
   @classmethod
   def from_json(cls, fields: Mapping[str, Any]) -> Self:
     """What `to_json` made, also after a JSON file held it."""
+    fields = {name: value for name, value in fields.items() if name in cls._fields}
     trial = fields["trial"]
     if trial is not None:
       trial = Trial(**{**trial, "action": from_json(trial["action"])})

@@ -1,6 +1,5 @@
 """What the supervisor looks at: an interval of steps, summed up in a few replicated numbers."""
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -11,7 +10,6 @@ from ats_jax.model.forward_pass import Pass
 from ats_jax.step.reflex import SURPRISE_SIGMAS
 
 RECENT = 8  # last steps of an interval, which tell how things stand now
-CUSUM_DOUBT = 10.0  # half of what is an alarm to the policy
 SCALES = ("reflex/grad_scale", "reflex/rate_scale")  # 1 if all is well
 
 Sums = tuple[jax.Array, ...]  # what an eval step returned for each part of the probe
@@ -84,18 +82,6 @@ class Reading(NamedTuple):
   tensor: str = ""
   miscounted: int = 0
   faults: tuple[Fault, ...] = ()
-
-  @property
-  def unread(self) -> bool:
-    """Whether there is a probe, but its loss is not known here."""
-    return self.rules != () and self.sound and math.isnan(self.probe)
-
-  @property
-  def doubtful(self) -> bool:
-    """Whether anything was out of the ordinary: a reason to score the probe."""
-    of_reflex = self.nonfinite or self.skipped or self.held or self.cusum > CUSUM_DOUBT
-    shrunk = any(self.means.get(name, 1.0) < 1.0 for name in SCALES)
-    return bool(of_reflex or shrunk or self.means.get("reflex/wrong", 0.0) > 0.0)
 
 
 class RowsRead(NamedTuple):

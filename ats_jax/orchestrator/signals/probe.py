@@ -1,12 +1,13 @@
-"""The probe: held-out text that stays the same, scored now and then with the weights of the moment.
+"""The probe: held-out text that stays the same, scored at each look with the weights of the moment.
 
-It is read as seldom as its cost asks for, and in between only where something is suspicious.
+It is as large as its cost allows.
 """
 
 import math
 
 import numpy as np
 
+from ats_jax.config.schema import Config
 from ats_jax.data.batch import Batch
 from ats_jax.metrics.host_copy import start_copy
 from ats_jax.model.decoder import Decoder
@@ -15,6 +16,8 @@ from ats_jax.orchestrator.signals.interval import Fault, Sums, check_probe, prob
 from ats_jax.step.program import Program
 
 FORWARD = 1 / 3  # of the FLOPs that a token costs in training
+MOST_BLOCKS = 64
+LEAST_TOKENS = 1024  # whatever they cost
 # Two scores of the same weights may differ by the larger one of these.
 MOST_SPREADS = 10.0  # times the spread at the start of the run
 ROUNDING_SHARE = 1e-6  # of the loss
@@ -24,20 +27,25 @@ ADVICE = (
 )
 
 
+def num_blocks(cfg: Config, block_len: int) -> int:
+  """How many blocks of `block_len` tokens it has: at most MOST_BLOCKS.
+
+  Of these as many as cost `orchestrator.probe_share` of an interval's training, or LEAST_TOKENS.
+  """
+  interval = cfg.orchestrator.check_interval * cfg.data.batch_size * cfg.data.seq_len
+  tokens = max(cfg.orchestrator.probe_share * interval / FORWARD, LEAST_TOKENS)
+  return min(math.ceil(tokens / block_len), MOST_BLOCKS)
+
+
 class Probe:
   """Held-out text on the mesh.
 
   Attributes:
-    every: looks from one reading to the next, so that it costs no more than it may.
     spread: of its loss when the same weights were scored three times at the start, nats.
   """
 
-  def __init__(self, program: Program, batch: Batch):
+  def __init__(self, batch: Batch):
     """Take a batch [rows, seq], or [parts, rows, seq] of which one part at a time is scored."""
-    cfg = program.cfg
-    tokens = math.prod(batch["tokens"].shape)
-    interval = cfg.orchestrator.check_interval * cfg.data.batch_size * cfg.data.seq_len
-    self.every = math.ceil(FORWARD * tokens / interval / cfg.orchestrator.probe_share)
     self.spread, self._disagreed = 0.0, 0
     self._parts = (batch,)
     if batch["tokens"].ndim == 3:

@@ -113,7 +113,7 @@ def test_scores_may_differ_as_they_did_at_the_start_where_nothing_says_they_are_
   noise = itertools.cycle([0.0, 1e-2, -1e-2])
   gpu = dataclasses.replace(program.device, platform="gpu")
   noisy = dataclasses.replace(scoring(program, noise), device=gpu)
-  probe, model, rules = Probe(program, PROBE), canonical.state(CFG).model, program.rules(1)
+  probe, model, rules = Probe(PROBE), canonical.state(CFG).model, program.rules(1)
   probe.begin(noisy, model, rules)
   assert probe.spread == pytest.approx(2e-2 / 128, rel=0.1)  # of as many tokens
   twice = lambda program: [probe.score(program, model, rules) for _ in range(2)]
@@ -179,9 +179,7 @@ def test_the_first_steps_are_made_again_within_the_memory_of_the_snapshots(
   program, tmp_path, monkeypatch
 ):
   # Two are good by then, and one is not yet known to be.
-  often = dataclasses.replace(
-    program.cfg.orchestrator, probe_share=1.0, snapshot_interval=2 * EVERY
-  )
+  often = dataclasses.replace(program.cfg.orchestrator, snapshot_interval=2 * EVERY)
   program = dataclasses.replace(program, cfg=dataclasses.replace(program.cfg, orchestrator=often))
   monkeypatch.setattr(rates, "BEHIND", math.inf)  # so that it wins
   most = most_copies(monkeypatch)

@@ -1,15 +1,13 @@
-"""The probe: what it is made of, when it is read, what follows where it is not."""
+"""The probe: what it is made of, and what follows from it."""
 
 import dataclasses
 import math
 
 import canonical
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 from helpers import counting_rows, make_test_mesh, micro_batches, tiny_config
-from readings import EDITED, NAN_STATE, reading
+from readings import EDITED, reading
 
 from ats_jax.config.schema import OrchestratorConfig
 from ats_jax.orchestrator.actions import Rollback
@@ -17,17 +15,16 @@ from ats_jax.orchestrator.policy.decide import Interval, Terms, decide
 from ats_jax.orchestrator.policy.state import PolicyState
 from ats_jax.orchestrator.record import ledger
 from ats_jax.orchestrator.signals.interval import probe_loss
-from ats_jax.orchestrator.signals.probe import FORWARD, Probe
+from ats_jax.orchestrator.signals.probe import Probe, num_blocks
 from ats_jax.orchestrator.supervisor import Supervisor
 from ats_jax.sharding.mesh import to_global
 from ats_jax.step.program import make_program
-from ats_jax.train.feed import _probe_shape
+from ats_jax.train.probe_rows import _probe_shape
 
-EVERY, LOOKS = 4, 5  # steps from look to look, looks from reading to reading
+EVERY = 4  # steps from look to look
 SETTINGS = canonical.SUPERVISED | {
   "orchestrator.check_interval": EVERY,
   "orchestrator.snapshot_interval": EVERY,
-  "orchestrator.probe_share": FORWARD / EVERY / LOOKS,  # the probe is as large as a batch
 }
 CFG = canonical.config("dense", SETTINGS)
 ROWS = counting_rows(10**6)
@@ -83,7 +80,9 @@ def read_at(looks):
 def test_a_part_takes_no_more_memory_than_a_batch_of_an_evaluation(
   batch, accum, seq, shards, parts, rows
 ):
-  cfg = tiny_config({"data.batch_size": batch, "step.accum_steps": accum, "data.seq_len": seq})
+  sizes = {"data.batch_size": batch, "step.accum_steps": accum, "data.seq_len": seq}
+  watched = {"orchestrator.mode": "act", "orchestrator.probe_share": 1.0}
+  cfg = tiny_config(sizes | {"num_steps": 100} | watched)
   assert _probe_shape(cfg, shards) == (parts, rows)
   assert rows % shards == 0 and parts * rows >= 64
   assert rows * min(seq, 256) <= batch // accum * seq
@@ -91,76 +90,65 @@ def test_a_part_takes_no_more_memory_than_a_batch_of_an_evaluation(
 
 def test_parts_sum_to_the_whole(program):
   state, rules = canonical.state(CFG), program.rules(1)
-  whole, parts = Probe(program, ROWS), Probe(program, micro_batches(ROWS, 4))
+  whole, parts = Probe(ROWS), Probe(micro_batches(ROWS, 4))
   score = lambda probe: probe_loss(probe.score(program, state.model, rules))
   assert score(parts) == pytest.approx(score(whole), rel=1e-6)
-  assert parts.every == whole.every == LOOKS
 
 
 @pytest.mark.mesh
 def test_parts_lie_on_eight_devices_as_batches_do(program):
   state, rules = canonical.state(CFG), program.rules(1)
-  want = probe_loss(Probe(program, ROWS).score(program, state.model, rules))
+  want = probe_loss(Probe(ROWS).score(program, state.model, rules))
   mesh = make_test_mesh(2, 2, 2)
   with jax.set_mesh(mesh):
     program = make_program(program.cfg)
-    probe = Probe(program, to_global(micro_batches(ROWS, 2), mesh))
+    probe = Probe(to_global(micro_batches(ROWS, 2), mesh))
     sums = probe.score(program, program.init().model, rules)
   assert len(sums) == 2 and probe_loss(sums) == pytest.approx(want, rel=1e-5)
 
 
-def test_it_costs_no_more_than_it_may(program, tmp_path):
-  """And still the candidate waits for it: no state is good by the training loss alone."""
-  run = Run(program, tmp_path / "decisions.jsonl")(EVERY * (2 * LOOKS + 2))
-  assert read_at(run.looks()) == [EVERY * (1 + LOOKS * n) for n in (0, 1, 2)]
-  assert not run.supervisor.decisions
-  # The first stays until the first steps are judged, which moved these weights fast.
-  assert [s.step for s in run.supervisor._snapshots.good] == [0, EVERY * (LOOKS + 2)]
-  assert ledger.replay(run.path) == []
+@pytest.mark.parametrize(
+  ("batch", "seq", "interval", "share", "blocks"),
+  [
+    (256, 2048, 100, 1e-3, 64),  # no more than all
+    (16, 128, 100, 1e-3, 8),  # no less than 1,024 tokens, which cost 0.17 %
+    (16, 128, 100, 3e-3, 15),  # 1,843 tokens
+    (8, 16, 4, 1e-3, 64),
+  ],
+)
+def test_it_costs_no_more_than_it_may(batch, seq, interval, share, blocks):
+  changes = {"num_steps": 100, "data.batch_size": batch, "data.seq_len": seq}
+  of_probe = {"orchestrator.check_interval": interval, "orchestrator.probe_share": share}
+  cfg = tiny_config(changes | {"orchestrator.mode": "act"} | of_probe)
+  assert num_blocks(cfg, min(seq, 256)) == blocks
 
 
-def test_at_a_checkpoint_it_is_always_read(program, tmp_path):
+def test_it_is_read_at_each_look_and_at_checkpoints(program, tmp_path):
   run = Run(program, tmp_path / "decisions.jsonl")(EVERY * 3)
   run.settle()  # where a look was just begun
   run(EVERY + 1).settle()  # and in the middle of an interval
-  assert read_at(run.looks()) == [EVERY, EVERY * 3, EVERY * 4 + 1]
+  assert read_at(run.looks()) == [EVERY, EVERY * 2, EVERY * 3, EVERY * 4, EVERY * 4 + 1]
+  assert ledger.replay(run.path) == run.supervisor.decisions == []
 
 
-def test_a_spoilt_state_is_rolled_back_at_the_look_after_the_suspicion(program, tmp_path):
-  begin = 88  # it is read at 84, and next at 104
+def test_a_spoilt_state_is_rolled_back(program, tmp_path):
+  begin = 88
   run = Run(program, tmp_path / "decisions.jsonl")(begin)
   spoil = lambda path, x: x * 30.0 if "head" in jax.tree_util.keystr(path) else x
   model = jax.tree_util.tree_map_with_path(spoil, run.state.model)
   run.state = dataclasses.replace(run.state, model=model)
-  run(EVERY)
   run(EVERY * 3)
   ((step, decision),) = run.supervisor.decisions
-  assert (step, decision.action, decision.cause) == (begin + 3 * EVERY, Rollback(), "state")
-  assert begin + 2 * EVERY in read_at(run.looks())
-  checks = {r["reading"]["step"]: r for r in ledger.read_lines(run.path) if r["kind"] == "check"}
-  first, second = (checks[begin + n * EVERY] for n in (1, 2))
-  # Named at once by its checksum; how bad it is the probe says, which is scored for that.
-  assert (first["reading"]["wrong"], second["reading"]["wrong"]) == (1, 0)
-  assert first["reading"]["tensor"] == "head/weight"
-  assert math.isnan(float(first["reading"]["probe"]))
-  for check in (first, second):
-    assert "head/weight or its moments" in check["health"]["causes"][0]
+  assert (step, decision.action, decision.cause) == (begin + 2 * EVERY, Rollback(), "state")
+  run.supervisor.close()
+  looks = {r["reading"]["step"]: r for r in ledger.read_lines(run.path) if r["kind"] == "check"}
+  check = looks[begin + EVERY]
+  assert (check["reading"]["wrong"], check["reading"]["tensor"]) == (1, "head/weight")
+  assert "head/weight or its moments" in check["health"]["causes"][0]
   assert ledger.replay(run.path) == run.supervisor.decisions
 
 
-def test_a_resumed_run_reads_it_when_the_other_would_have(program, tmp_path):
-  run = Run(program, tmp_path / "decisions.jsonl")(EVERY * 3)
-  run.settle()
-  saved, state = run.supervisor.saved(), jax.tree.map(jnp.copy, run.state)
-  again = Run(program, tmp_path / "again.jsonl")
-  again.step, again.state = run.step, state
-  again.supervisor.start(run.step, state, saved)
-  for one in (run, again):
-    one(EVERY * (LOOKS + 2))
-  assert read_at(run.looks())[2:] == read_at(again.looks()) == [EVERY * (3 + LOOKS)]
-
-
-# ---- the policy, where the probe's loss is not known
+# ---- the policy
 
 
 def look(policy, number, **changes):
@@ -168,16 +156,6 @@ def look(policy, number, **changes):
   fields = {"rules": (0, 1.0, 0, 1), **changes}
   policy, judgement = decide(terms, policy, Interval(reading(number, **fields)), number * 10 + 20)
   return policy, judgement
-
-
-@pytest.mark.parametrize("surprise", [dict(surprising=10, loss=5.0), dict(held=25)])
-def test_nothing_is_concluded_from_surprise_alone(surprise):
-  policy, _ = look(PolicyState(), 0)
-  policy, judgement = look(policy, 1, probe=math.nan, **surprise)
-  assert judgement.finding.cause == "unknown" and not judgement.decisions and not judgement.good
-  assert policy.odd == 0 and policy.reference == 2.0
-  policy, judgement = look(policy, 2, probe=5.0, **surprise)
-  assert judgement.finding.cause in ("data", "learning rate") and not judgement.good
 
 
 def test_the_reference_outlives_looks_without_it():
@@ -188,37 +166,16 @@ def test_the_reference_outlives_looks_without_it():
   assert policy.reference == 2.0 and policy.healthy == 4
 
 
-@pytest.mark.parametrize(
-  ("rules", "found"),
-  [((0, 1.0, 0, 1), dict(probe=3.0)), ((0, 1.0, 0, 1), NAN_STATE), ((), dict(probe=math.nan))],
-)
-def test_weights_are_doubted_until_they_are_read_and_no_longer(rules, found):
-  """A rollback leaves others; without a probe there is nothing to wait for."""
-  policy, _ = look(PolicyState(), 0, rules=rules)
-  policy, judgement = look(policy, 1, rules=rules, probe=math.nan, **EDITED)
+@pytest.mark.parametrize(("found", "actions"), [(dict(probe=3.0), [Rollback()]), ({}, [])])
+def test_weights_that_something_else_wrote_are_left_only_if_they_are_worse(found, actions):
+  policy, _ = look(PolicyState(), 0)
+  policy, judgement = look(policy, 1, **EDITED, **found)
   assert judgement.finding.cause == "state" and "attn/q" in judgement.finding.reason
-  assert bool(policy.doubts) == bool(rules)
-  policy, judgement = look(policy, 2, rules=rules, **found)
-  assert [d.action for d in judgement.decisions] == ([Rollback()] if rules else [])
-  assert not policy.doubts
-  _, judgement = look(policy, 5, rules=rules, probe=math.nan if not rules else 2.5)
-  assert not judgement.stale and not judgement.decisions
-  assert judgement.finding is None or judgement.finding.cause != "state"
+  assert [d.action for d in judgement.decisions] == actions
+  _, judgement = look(policy, 5)
+  assert not judgement.stale and judgement.finding is None
 
 
 def test_without_any_probe_surprise_is_of_the_data_as_ever():
   _, judgement = look(PolicyState(), 0, probe=math.nan, rules=(), surprising=10)
   assert judgement.finding.cause == "data"
-
-
-@pytest.mark.parametrize(
-  "odd",
-  [
-    dict(nonfinite=1), dict(skipped=1), dict(held=1), dict(cusum=11.0),
-    dict(means={"reflex/grad_scale": 0.99}), dict(means={"reflex/wrong": 1e-9}),
-  ],
-)  # fmt: skip
-def test_doubt_needs_little(odd):
-  assert not reading(0, means={"reflex/grad_scale": 1.0}).doubtful
-  assert reading(0, **odd).doubtful
-  np.testing.assert_equal(reading(0, probe=math.nan).unread, False)  # there is none to read

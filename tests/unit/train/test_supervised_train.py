@@ -25,8 +25,8 @@ from ats_jax.orchestrator.signals.probe import Probe
 from ats_jax.sharding.mesh import make_mesh
 from ats_jax.step.program import Program, make_program
 from ats_jax.train import open as open_module
-from ats_jax.train.feed import probe_feed
 from ats_jax.train.loop import train
+from ats_jax.train.probe_rows import probe_feed
 
 STEPS = 60
 WATCHED = {
@@ -159,7 +159,7 @@ def test_eight_bits_that_cost_too_much_are_switched_off_for_good(config, tmp_pat
   resolved = resolve(cfg, train_set.info.tokenizer.vocab_size)
   with jax.set_mesh(make_mesh(resolved)):
     program = make_program(resolved)
-    probe = Probe(program, probe_feed(resolved, (EvalSet("", valid_set),), train_set))
+    probe = Probe(probe_feed(resolved, (EvalSet("", valid_set),), train_set))
     rules = program.rules(15)
     score = lambda rules: probe_loss(probe.score(program, state.model, rules))
     with_8_bits, without = score(rules), score(dataclasses.replace(rules, fp8=False))
