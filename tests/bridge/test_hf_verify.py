@@ -176,7 +176,11 @@ def test_a_wrong_setting_is_noticed(case, changes, cases):
   assert error > 2 * bound
 
 
-@pytest.mark.parametrize(("case", "what", "change"), WRONG_WEIGHTS, ids=str)
+@pytest.mark.parametrize(
+  ("case", "what", "change"),
+  WRONG_WEIGHTS,
+  ids=[f"{case}-{what}" for case, what, _ in WRONG_WEIGHTS],
+)
 def test_a_wrong_weight_is_noticed(case, what, change, cases):
   source, theirs = cases(case)
   wrong = dataclasses.replace(source, tensors={**source.tensors, **change(source.tensors)})
