@@ -49,5 +49,5 @@ def parts_of(cfg: Config, optimizer: Optimizer) -> "tuple[Part, ...]":
   if with_reflex:  # behind all that it takes back
     from ats_jax.step.parts.guard import Guard
 
-    parts.append(Guard(optimizer, is_armed=cfg.orchestrator.mode == "act"))
+    parts.append(Guard(cfg, optimizer, is_armed=cfg.orchestrator.mode == "act"))
   return tuple(parts)

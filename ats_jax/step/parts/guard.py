@@ -8,11 +8,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from ats_jax.config.schema import Config
 from ats_jax.model.param import merge, trainable
 from ats_jax.step import tensors
 from ats_jax.step.core import Metrics, Part, Update, UpdateResult
 from ats_jax.step.optimizers.base import Optimizer, move, seam
 from ats_jax.step.reflex import Control, Reflex, advance, judge
+from ats_jax.step.schedule import learning_rate
 from ats_jax.step.state import TrainState
 
 
@@ -21,10 +23,12 @@ class Guard(Part):
   """Replaces the plain update by one that the reflex judges.
 
   Attributes:
+    cfg: the run, whose schedule may raise the learning rate.
     optimizer: turns gradients into directions.
     is_armed: whether the reflex acts from the start; it measures in any case.
   """
 
+  cfg: Config
   optimizer: Optimizer
   is_armed: bool
 
@@ -45,6 +49,7 @@ class Guard(Part):
     loss, grads, lr = seam((loss, grads, lr), platform)
     squares_T = tensors.squares(grads)
     wanted = lr * control.lr_scale
+    reflex = reflex.allow_rate(learning_rate(self.cfg, state.step) * control.lr_scale)
     verdict = judge(reflex, control, loss, squares_T, wanted)
     rate = wanted * verdict.rate_scale
     grads = seam(tensors.scaled(grads, verdict.grad_scale), platform)

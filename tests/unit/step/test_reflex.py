@@ -229,6 +229,23 @@ def test_a_rate_thirty_times_too_large_is_held_though_the_schedule_asks_for_it(m
   assert run()["reflex/held"] == 0.0
 
 
+def test_a_rise_that_the_config_declares_is_not_held(mesh):
+  phase = lambda rate, **length: {"weights": {"a": 1.0}, "learning_rate": rate, **length}
+  phases = {
+    "data.sources": {"a": ("a.txt",)},
+    "data.phases": (phase(1e-3, steps=HEALTHY), phase(1e-2)),
+  }
+  watched = {"orchestrator.mode": "act", "optimizer.schedule": "constant"}
+  cfg = canonical.config("dense", {"num_steps": 2000} | watched | phases)
+  program, state = canonical.program(cfg), canonical.state(cfg)
+  for step in range(HEALTHY + 5):
+    batch = micro_batches(counting_rows(step), 1)
+    state, metrics = program.train_step(state, batch, program.training_rules(1))
+    row = metrics.on_host()
+    assert (row["reflex/rate_scale"], row["reflex/held"]) == (1.0, 0.0)
+    assert row["train/learning_rate"] == pytest.approx(1e-3 if step < HEALTHY else 1e-2)
+
+
 def test_weight_decay_is_multiplied_and_only_where_there_is_any(mesh):
   def moved(scale):
     run = Run("act", HEALTHY)
