@@ -5,6 +5,7 @@ import dataclasses
 import difflib
 import errno
 import faulthandler
+import io
 import itertools
 import logging as std_logging
 import math
@@ -347,6 +348,8 @@ def dispatch(verb: str, commands: Mapping[str, Command], argv: list[str]) -> int
     commands: by the word that follows; "" = none does.
     argv: the words behind the verb.
   """
+  if isinstance(sys.stdout, io.TextIOWrapper):  # not what a notebook has put in its place
+    sys.stdout.reconfigure(errors="backslashreplace")  # as Python does for stderr
   words = {w: (c.about or "").strip().splitlines()[0] for w, c in commands.items() if w}
   listing = "\n".join(f"  {PROGRAM} {verb} {w}: {what}" for w, what in words.items())
   word = argv[0] if words and argv and not argv[0].startswith("-") else ""

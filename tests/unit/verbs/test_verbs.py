@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import importlib
+import io
 import re
 import shlex
 import subprocess
@@ -11,6 +12,7 @@ import threading
 import tomllib
 
 import pytest
+from absl import flags
 from commands import REPOSITORY, called, started
 
 from ats_jax.config.names import KINDS, settings
@@ -108,6 +110,17 @@ def test_a_value_that_is_no_number_is_refused_in_plain_words():
     with pytest.raises(ValueError, match=re.escape(says)) as caught:
       COMMANDS[name].parse(name, [flag])
     assert "invalid literal" not in str(caught.value) and "convert" not in str(caught.value)
+
+
+def test_what_a_terminal_cannot_show_is_escaped(monkeypatch):
+  """Text of a user, and the name of a file that is not UTF-8."""
+  screen = io.BytesIO()
+  monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(screen, encoding="ascii"))
+  for name in ("excepthook", "unraisablehook"):
+    monkeypatch.setattr(sys, name, getattr(sys, name))  # put back, as a command sets them
+  main = lambda _: print("caf\u00e9 \u6f22 a\udcff")
+  cli.dispatch("x", {"": cli.Command(main, flags.FlagValues(), "")}, [])
+  assert screen.getvalue() == rb"caf\xe9 \u6f22 a\udcff" + b"\n"
 
 
 def test_an_error_does_not_wait_for_the_compiler():
