@@ -311,8 +311,12 @@ def user_errors() -> Iterator[None]:
     _leave(error, str(error) or "out of memory", "\n(ATS_TRACEBACK=1 shows where.)")
   except exits.FaultError as error:
     _leave(error, str(error), code=exits.FAULT)
+  except AssertionError as error:
+    _leave_without_devices(error)
+    raise
   except RuntimeError as error:
     _leave_broken(error)
+    _leave_without_devices(error)
     if "RESOURCE_EXHAUSTED" not in str(error):
       raise
     advice = "A smaller micro-batch (step.accum_steps), step.remat=full or more devices need less."
@@ -445,6 +449,19 @@ def _leave_broken(error: BaseException) -> None:
   if _GLOO.search(str(error)):
     line = str(error).splitlines()[0]
     _leave(error, f"another process of the job is gone: {line}", code=exits.LEFT)
+
+
+def _leave_without_devices(error: BaseException) -> None:
+  """If jax cannot start on what JAX_PLATFORMS names, say so, and leave.
+
+  Its error is an assertion without a text where the plugin of a platform is not installed.
+  """
+  names = os.environ.get("JAX_PLATFORMS")
+  *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+  if names and frame.f_globals.get("__name__") == "jax._src.xla_bridge":
+    found = str(error).partition(" (set JAX_PLATFORMS")[0].rstrip(".") or "there are none"
+    text = f"jax finds no devices by JAX_PLATFORMS={names}: {found}. Unset the variable for those "
+    _leave(error, text + "that this machine has.")
 
 
 def _compiles() -> bool:

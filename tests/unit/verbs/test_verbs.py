@@ -144,6 +144,38 @@ Command(main, flags.FlagValues(), "").run("x", [])
   assert (ended.returncode, ended.stderr.splitlines()[0]) == (2, "error: it is wrong")
 
 
+class TestPlatforms:
+  """Devices by JAX_PLATFORMS that this machine does not have."""
+
+  SAYS = "error: jax finds no devices by JAX_PLATFORMS=gpuu: "
+
+  @pytest.mark.parametrize(
+    ("program", "of", "found"),
+    [
+      ("import jax; jax.devices('gpuu')", "test", "Unknown backend gpuu"),
+      ("assert None is not None", "jax._src.xla_bridge", "there are none. Unset"),
+      ("raise RuntimeError('no. (set JAX_PLATFORMS=)')", "jax._src.xla_bridge", "no. Unset"),
+    ],
+  )
+  def test_what_jax_does_not_find_is_one_line(self, monkeypatch, capsys, program, of, found):
+    monkeypatch.setenv("JAX_PLATFORMS", "gpuu")
+    with pytest.raises(SystemExit) as ended, cli.user_errors():
+      exec(program, {"__name__": of})
+    assert ended.value.code == cli.exits.REFUSED
+    assert capsys.readouterr().err.startswith(self.SAYS + found)
+
+  @pytest.mark.parametrize("kind", [AssertionError, RuntimeError])
+  def test_other_errors_stay(self, monkeypatch, kind):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    with pytest.raises(kind, match=r"^a fault$"), cli.user_errors():
+      raise kind("a fault")
+
+  @pytest.mark.thorough
+  def test_a_training(self, tmp_path):
+    ended = started("ats_jax", "train", f"--workdir={tmp_path}/run", JAX_PLATFORMS="gpuu")
+    assert ended.error().startswith(self.SAYS.removeprefix("error: "))
+
+
 class TestUncaughtErrors:
   """What is shown of errors that nobody catches."""
 
