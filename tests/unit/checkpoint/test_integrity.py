@@ -6,7 +6,7 @@ import shutil
 import pytest
 from checkpoint_helpers import flip_bit
 
-from ats_jax.checkpoint import integrity
+from ats_jax.checkpoint import integrity, load_extra
 from ats_jax.checkpoint.integrity import CheckpointError
 
 
@@ -81,6 +81,14 @@ def test_a_manifest_of_somebody_else_leads_nowhere(sealed):
     assert words in problem
   (sealed / "manifest.json").write_text("[" * 100_000)
   assert "nested too deeply" in integrity.find_damage(sealed)[0]
+
+
+@pytest.mark.parametrize("text", ["[]", "null", '"a"'])
+def test_an_extra_of_somebody_else_is_damage(sealed, text):
+  (sealed / "extra.json").write_text(text)
+  integrity.seal(sealed, {"step": 7, "run": None, "metric": None, "leaves": {}})
+  with pytest.raises(CheckpointError, match=r"checkpoint .*/7 is damaged: extra.json holds no obj"):
+    load_extra(sealed.parent)
 
 
 def test_missing_manifest_is_damage(sealed):
