@@ -68,13 +68,17 @@ def test_a_manifest_of_somebody_else_leads_nowhere(sealed):
     ([], "holds no object"),
     ({"step": None}, "has no step"),
     ({"run": "me"}, "has no run"),
+    ({"metric": "1"}, "has no metric"),
+    ({"leaves": []}, "has no leaves"),
+    ({"leaves": {"a": 1}}, "has leaves that are no texts"),
     ({"files": ["a"]}, "has no files"),
     ({"files": {"../../etc/passwd": entry}}, "names '../../etc/passwd', which is outside"),
     ({"files": {"/etc/passwd": entry}}, "is outside"),
     ({"files": {"extra.json": {"bytes": "1"}}}, "has no size and sha256 of extra.json"),
     ({"files": {"pipe": entry}}, "pipe is not a regular file"),
   ):
-    good = {"version": integrity.VERSION, "step": 7, "run": None, "files": {}}
+    good = {"version": integrity.VERSION, "step": 7, "run": None, "metric": None, "leaves": {}}
+    good["files"] = {}
     body = good | fields if isinstance(fields, dict) else fields
     (sealed / "manifest.json").write_text(integrity._render(body))
     (problem,) = integrity.find_damage(sealed)
