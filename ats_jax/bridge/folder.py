@@ -198,7 +198,7 @@ def open_model_folder(folder: os.PathLike[str], ignored: Collection[str] = ()) -
       are missing or damaged; the message names the file.
   """
   folder = Path(folder)
-  fields = _read_json(folder / CONFIG)
+  fields = read_json(folder / CONFIG)
   kind = str(fields.get("model_type"))
   if kind not in KNOWN:
     raise ValueError(
@@ -224,7 +224,12 @@ def _joined(tensors: Mapping[str, Stored], fields: Values) -> Mapping[str, Store
   return fp8_blocks.joined(tensors, fields)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+  """The object in a file of somebody's folder.
+
+  Raises:
+    ValueError: if it cannot be read, or holds no object.
+  """
   try:
     value = paths.parse_json(path.read_text(encoding="utf-8"))
   except (OSError, ValueError) as e:
@@ -234,16 +239,16 @@ def _read_json(path: Path) -> dict[str, Any]:
   return value
 
 
-def _read_index(folder: Path) -> dict[str, str]:
+def read_index(folder: Path) -> dict[str, str]:
   """The file of each tensor of a folder with several."""
-  by_name = _read_json(folder / INDEX).get("weight_map") or {}
+  by_name = read_json(folder / INDEX).get("weight_map") or {}
   if not isinstance(by_name, dict) or not all(isinstance(n, str) for n in by_name.values()):
     raise ValueError(f"{folder / INDEX}: weight_map is not an object of names of files.")
   return by_name
 
 
 def _tensors(folder: Path) -> dict[str, Stored]:
-  by_name = _read_index(folder) if (folder / INDEX).exists() else {}
+  by_name = read_index(folder) if (folder / INDEX).exists() else {}
   if (folder / SINGLE).is_file() and SINGLE not in by_name.values():
     if by_name:  # of an older save: transformers takes the whole file too
       logging.warning(

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-from ats_jax.bridge.folder import ModelFolder, open_model_folder
+from ats_jax.bridge.folder import ModelFolder, open_model_folder, read_json
 from ats_jax.bridge.safetensors_file import DTYPES, Stored
 from ats_jax.config.build import resolve, with_settings
 from ats_jax.config.schema import Config
@@ -280,7 +280,7 @@ def _put_around(inner: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
 def _further_ends(folder: Path, eos: int | None) -> list[int]:
   """Ids beside eos that end a generation, by generation_config.json."""
   path = folder / "generation_config.json"
-  ends = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else []
+  ends = read_json(path).get("eos_token_id") if path.is_file() else []
   return [i for i in (ends if isinstance(ends, list) else [ends]) if i not in (eos, None)]
 
 

@@ -1,6 +1,5 @@
 """Models of the Hugging Face Hub, by name: hf://OWNER/NAME or hf://OWNER/NAME@REVISION."""
 
-import json
 import os
 from pathlib import Path
 from typing import cast
@@ -8,7 +7,7 @@ from typing import cast
 from absl import logging
 
 from ats_jax import exits
-from ats_jax.bridge.folder import COMPANIONS, INDEX, SINGLE
+from ats_jax.bridge.folder import COMPANIONS, INDEX, SINGLE, read_index
 
 SCHEME = "hf://"
 
@@ -41,8 +40,7 @@ def local_folder(folder: str) -> str:
   files = _fetch(folder, name, revision or "main", [*COMPANIONS, INDEX])
   weights = [SINGLE]
   if (files / INDEX).is_file():
-    index = json.loads((files / INDEX).read_text(encoding="utf-8"))
-    weights = sorted(set(index["weight_map"].values()))
+    weights = sorted(set(read_index(files).values()))
   _fetch(folder, name, files.name, weights)  # of the same commit
   if not any((files / weight).is_file() for weight in weights):
     raise ValueError(

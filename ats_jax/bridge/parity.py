@@ -5,7 +5,6 @@ Letters: B batch, T seq, P kept positions, V vocab.
 
 import dataclasses
 import functools
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ats_jax.bridge.families import own
-from ats_jax.bridge.folder import CONFIG
+from ats_jax.bridge.folder import CONFIG, read_json
 from ats_jax.config.schema import Config
 from ats_jax.model.decoder import Decoder
 from ats_jax.model.forward_pass import Pass
@@ -291,7 +290,7 @@ def _their_class(folder: Path) -> tuple[Any, Any]:
     import transformers  # pyright: ignore[reportMissingImports]
   except ImportError as e:
     raise _is_missing(e) from e
-  fields = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+  fields = read_json(folder / CONFIG)
   if fields.get("model_type") != own.MODEL_TYPE:
     return transformers.AutoConfig, transformers.AutoModelForCausalLM
   file = folder / f"{remote_code.MODULE}.py"

@@ -86,12 +86,17 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 def _problem(body: Any) -> str:
   """What is wrong with the content of a manifest, whose checksum anybody can make; "" = nothing."""
-  fields = {"version": int, "step": int, "run": dict | None, "files": dict}
+  fields = {
+    "version": int, "step": int, "run": dict | None, "metric": float | int | None, "leaves": dict,
+    "files": dict,
+  }  # fmt: skip
   if not isinstance(body, dict):
     return "holds no object"
   for name, kind in fields.items():
     if name not in body or not isinstance(body[name], kind):
       return f"has no {name}, or one of another type"
+  if not all(isinstance(text, str) for text in body["leaves"].values()):
+    return "has leaves that are no texts"
   for name, entry in body["files"].items():
     if name.startswith("/") or ".." in name.split("/"):
       return f"names {name!r}, which is outside of the folder"

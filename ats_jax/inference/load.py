@@ -53,12 +53,8 @@ class TrainedRun:
     """How the run samples (`sample.*` of its config), with what is given in its place.
 
     Raises:
-      ValueError: for what no setting allows, or a prompt that is not UTF-8.
+      ValueError: for what no setting allows.
     """
-    try:
-      given.get("prompt", "").encode()
-    except UnicodeEncodeError as e:
-      raise ValueError(f"the prompt is not UTF-8 at character {e.start}.") from e
     values = {f"sample.{name}": value for name, value in given.items()}
     return with_settings(self.program.cfg, values).sample
 

@@ -5,6 +5,7 @@ import dataclasses
 import difflib
 import errno
 import faulthandler
+import io
 import itertools
 import logging as std_logging
 import math
@@ -310,8 +311,12 @@ def user_errors() -> Iterator[None]:
     _leave(error, str(error) or "out of memory", "\n(ATS_TRACEBACK=1 shows where.)")
   except exits.FaultError as error:
     _leave(error, str(error), code=exits.FAULT)
+  except AssertionError as error:
+    _leave_without_devices(error)
+    raise
   except RuntimeError as error:
     _leave_broken(error)
+    _leave_without_devices(error)
     if "RESOURCE_EXHAUSTED" not in str(error):
       raise
     advice = "A smaller micro-batch (step.accum_steps), step.remat=full or more devices need less."
@@ -347,6 +352,8 @@ def dispatch(verb: str, commands: Mapping[str, Command], argv: list[str]) -> int
     commands: by the word that follows; "" = none does.
     argv: the words behind the verb.
   """
+  if isinstance(sys.stdout, io.TextIOWrapper):  # not what a notebook has put in its place
+    sys.stdout.reconfigure(errors="backslashreplace")  # as Python does for stderr
   words = {w: (c.about or "").strip().splitlines()[0] for w, c in commands.items() if w}
   listing = "\n".join(f"  {PROGRAM} {verb} {w}: {what}" for w, what in words.items())
   word = argv[0] if words and argv and not argv[0].startswith("-") else ""
@@ -442,6 +449,19 @@ def _leave_broken(error: BaseException) -> None:
   if _GLOO.search(str(error)):
     line = str(error).splitlines()[0]
     _leave(error, f"another process of the job is gone: {line}", code=exits.LEFT)
+
+
+def _leave_without_devices(error: BaseException) -> None:
+  """If jax cannot start on what JAX_PLATFORMS names, say so, and leave.
+
+  Its error is an assertion without a text where the plugin of a platform is not installed.
+  """
+  names = os.environ.get("JAX_PLATFORMS")
+  *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+  if names and frame.f_globals.get("__name__") == "jax._src.xla_bridge":
+    found = str(error).partition(" (set JAX_PLATFORMS")[0].rstrip(".") or "there are none"
+    text = f"jax finds no devices by JAX_PLATFORMS={names}: {found}. Unset the variable for those "
+    _leave(error, text + "that this machine has.")
 
 
 def _compiles() -> bool:

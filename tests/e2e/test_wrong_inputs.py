@@ -274,7 +274,7 @@ WRONG = {
   "generate --workdir={ok} --temperature=inf": "--temperature=inf is not a finite number",
   "generate --workdir={ok} --top_p=2": "--top_p=2",
   # The byte ff, as Python shows it.
-  "generate --workdir={ok} --prompt=ab\udcff": "the prompt is not UTF-8 at character 2",
+  "generate --workdir={ok} --prompt=ab\udcff": "sample.prompt is not UTF-8 at character 2",
   "generate --workdir={ok} --step=7": ("no checkpoint 7 in {ok}/checkpoints; there are [", "40]"),
   "evaluate --workdir={ok} --step=lates": "no checkpoint 'lates' in {ok}/checkpoints; there are [",
   "evaluate --workdir={ok} --paths=/no.txt": "'/no.txt' does not exist",

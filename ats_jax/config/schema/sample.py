@@ -1,6 +1,7 @@
 """The section `sample`."""
 
 import dataclasses
+from typing import Any
 
 from ats_jax.config.schema.setting import of_flags, setting, when
 
@@ -35,3 +36,12 @@ class SampleConfig:
     needs=_DRAWN,
   )
   stop: tuple[str, ...] = setting((), "texts that end generation", resume="free")
+
+  def check(self, cfg: Any) -> None:
+    """Refuse texts that no tokenizer can encode; a training would find out at its end."""
+    del cfg
+    for name, text in (("prompt", self.prompt), *(("stop", text) for text in self.stop)):
+      try:
+        text.encode()
+      except UnicodeEncodeError as e:
+        raise ValueError(f"sample.{name} is not UTF-8 at character {e.start}.") from e

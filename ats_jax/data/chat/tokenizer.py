@@ -285,8 +285,16 @@ def _own_template(tokenizer: str) -> str | Form:
 
 
 def _object(path: paths.Path) -> dict[str, Any]:
-  """What a JSON file holds; {} if there is none, or it holds no object."""
+  """What a JSON file holds; {} if there is none, or it holds no object.
+
+  Raises:
+    ValueError: if it cannot be read.
+  """
   if not path.is_file():
     return {}
-  value = json.loads(_read(str(path)))
+  text = _read(str(path))
+  try:
+    value = paths.parse_json(text)
+  except ValueError as e:
+    raise ValueError(f"{path} cannot be read: {e}.") from e
   return value if isinstance(value, dict) else {}

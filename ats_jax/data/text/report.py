@@ -41,14 +41,13 @@ class Report:
       detail: what is wrong with it.
       count: number of records that share this fault.
     """
+    line = _visible(f"{where}: {detail}")
     if self._strict:
-      raise ValueError(
-        f"{where}: {detail}. Mend it, or set data.strict=False to count it and leave it out."
-      )
+      raise ValueError(f"{line}. Mend it, or set data.strict=False to count it and leave it out.")
     self.malformed[kind] += count
     if len(self.first) < _SHOWN:
-      self.first.append(_visible(f"{where}: {detail}"))
-    self._write(f"{where}: {detail}")
+      self.first.append(line)
+    self._write(line)
 
   def lost(self, kind: str, where: str, detail: str) -> None:
     """As `bad`, for a file or the rest of one, of which nobody knows what it would have held."""

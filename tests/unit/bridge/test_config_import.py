@@ -207,6 +207,7 @@ def test_what_is_wrong_is_said_with_the_file(tmp_path):
   for content, words in (
     ("{", r"is not JSON \(.*\)\. Expected the config\.json of a Hugging Face model\.$"),
     ("[1]", "not an object of names and values"),
+    ("[" * 100_000, "nested too deeply"),
     ({"lr": 1}, r"has no model_type \(it has lr\)\. Expected the config\.json"),
     (LLAMA | {"model_type": "gpt2"}, "model_type='gpt2' is not a model that can be"),
     (LLAMA | {"model_type": ["llama"]}, "is not a model that can be"),

@@ -7,6 +7,7 @@ import pytest
 from hf_folders import BFLOAT16, fields_of, make_folder, random_tensors, write_tensors
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from ats_jax.bridge import gguf_file
 from ats_jax.bridge.convert import abstract_parts, config_of, import_folder, plan
 from ats_jax.bridge.folder import copy_companions, is_model_folder, open_model_folder
 from ats_jax.bridge.safetensors_file import read_header
@@ -109,8 +110,9 @@ def test_several_files(tmp_path):
   right = index.read_text()
   index.write_text(right.replace("q_proj", "z_proj"))
   refuses(folder, r"does not hold tensor .*z_proj")
-  index.write_text('{"weight_map": {"a": 1}}')
-  refuses(folder, "weight_map is not an object of names of files")
+  for by_name in ({"a": 1}, ["a"], "a"):
+    index.write_text(json.dumps({"weight_map": by_name}))
+    refuses(folder, "weight_map is not an object of names of files")
   index.write_text(right)
   (folder / "model-00002-of-00002.safetensors").unlink()
   refuses(folder, r"misses model-00002-of-00002.safetensors, which")
@@ -178,6 +180,16 @@ def test_fields_of_published_models(folder):
   fields = fields_of("gemma2", tie_word_embeddings=False)
   (folder / "config.json").write_text(json.dumps(fields))
   refuses(folder, "tie_word_embeddings is False .*: its output layer is the embedding")
+
+
+@pytest.mark.parametrize(
+  ("text", "words"),
+  [("[1]", r"holds \[1\], not a JSON object"), ("[" * 100_000, "nested too deep")],
+)
+def test_a_file_beside_the_weights_that_is_no_object_is_named(tmp_path, text, words):
+  (tmp_path / "generation_config.json").write_text(text)
+  with pytest.raises(ValueError, match=f"generation_config.json .*{words}"):
+    gguf_file._further_ends(tmp_path, eos=2)
 
 
 def test_companions_are_no_links_to_elsewhere(tmp_path):

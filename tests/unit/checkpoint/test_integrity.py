@@ -6,7 +6,7 @@ import shutil
 import pytest
 from checkpoint_helpers import flip_bit
 
-from ats_jax.checkpoint import integrity
+from ats_jax.checkpoint import integrity, load_extra
 from ats_jax.checkpoint.integrity import CheckpointError
 
 
@@ -68,19 +68,31 @@ def test_a_manifest_of_somebody_else_leads_nowhere(sealed):
     ([], "holds no object"),
     ({"step": None}, "has no step"),
     ({"run": "me"}, "has no run"),
+    ({"metric": "1"}, "has no metric"),
+    ({"leaves": []}, "has no leaves"),
+    ({"leaves": {"a": 1}}, "has leaves that are no texts"),
     ({"files": ["a"]}, "has no files"),
     ({"files": {"../../etc/passwd": entry}}, "names '../../etc/passwd', which is outside"),
     ({"files": {"/etc/passwd": entry}}, "is outside"),
     ({"files": {"extra.json": {"bytes": "1"}}}, "has no size and sha256 of extra.json"),
     ({"files": {"pipe": entry}}, "pipe is not a regular file"),
   ):
-    good = {"version": integrity.VERSION, "step": 7, "run": None, "files": {}}
+    good = {"version": integrity.VERSION, "step": 7, "run": None, "metric": None, "leaves": {}}
+    good["files"] = {}
     body = good | fields if isinstance(fields, dict) else fields
     (sealed / "manifest.json").write_text(integrity._render(body))
     (problem,) = integrity.find_damage(sealed)
     assert words in problem
   (sealed / "manifest.json").write_text("[" * 100_000)
   assert "nested too deeply" in integrity.find_damage(sealed)[0]
+
+
+@pytest.mark.parametrize("text", ["[]", "null", '"a"'])
+def test_an_extra_of_somebody_else_is_damage(sealed, text):
+  (sealed / "extra.json").write_text(text)
+  integrity.seal(sealed, {"step": 7, "run": None, "metric": None, "leaves": {}})
+  with pytest.raises(CheckpointError, match=r"checkpoint .*/7 is damaged: extra.json holds no obj"):
+    load_extra(sealed.parent)
 
 
 def test_missing_manifest_is_damage(sealed):

@@ -66,6 +66,16 @@ def test_free_settings_may_change_and_are_logged(run, caplog):
   assert workdir.load_config(run) == cfg
 
 
+def test_a_start_that_saved_nothing_binds_nobody(tmp_path, caplog):
+  claim(tmp_path, config())
+  with caplog.at_level(logging.INFO, logger="absl"):
+    claim(tmp_path, config(model__num_layers=2, num_steps=800))
+  assert [r.getMessage() for r in caplog.records] == [
+    "changed since the last start, which saved nothing: num_steps, model.num_layers"
+  ]
+  assert workdir.load_config(tmp_path).model.num_layers == 2
+
+
 def test_other_settings_are_shown_and_refused(run):
   before = (run / "config.json").read_text()
   with pytest.raises(ValueError) as error:

@@ -123,6 +123,8 @@ def test_rules_that_join_settings():
       {"orchestrator.mode": "act", "orchestrator.snapshot_gb": 0.0, "checkpoint.every_steps": 400},
       "checkpoint.every_steps=400 of num_steps=400 leave nothing to roll back to",
     ),
+    ({"sample.prompt": "ab\udcff"}, "sample.prompt is not UTF-8 at character 2"),
+    ({"sample.stop": ("a", "\udcff")}, "sample.stop is not UTF-8 at character 0"),
     ({"optimizer.ema_decay": 1.0}, "optimizer.ema_decay=1 keeps the first weights"),
     ({"optimizer.b1": 1.0}, "optimizer.b1: a decay of 1 never takes a gradient in"),
     ({"optimizer.eps": 0.0}, "optimizer.eps=0 divides 0 by 0"),

@@ -1,3 +1,5 @@
+import types
+
 import numpy as np
 import pytest
 from commands import called
@@ -189,3 +191,26 @@ def test_command_line(write, tmp_path):
   done = called("data", "audit", f"--config={script}", "--config.data.paths=/no/such/file")
   assert done.code == REFUSED and "error: paths: '/no/such/file' does not exist" in done.err
   assert "Traceback" not in done.err
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 1000])
+def test_counting_looks_at_each_document_once(monkeypatch, chunk):
+  """Else many short documents take time in proportion to the square of their number."""
+
+  class Tokens(np.ndarray):
+    looked_at = 0
+
+    def __len__(self):
+      Tokens.looked_at += 1
+      return self.size
+
+  texts = [np.arange(n % 5) for n in range(40)]
+  corpus = types.SimpleNamespace(
+    length=[t.size for t in texts], tokens=lambda n, begin, end: texts[n][begin:end].view(Tokens)
+  )
+  packed = types.SimpleNamespace(
+    corpus=corpus, documents=range(40), tokenizer=types.SimpleNamespace(vocab_size=6)
+  )
+  monkeypatch.setattr("ats_jax.data.look.stats._CHUNK", chunk)
+  assert vocabulary_counts(packed).tolist() == [32, 24, 16, 8, 0, 0]
+  assert Tokens.looked_at == sum(-(-t.size // chunk) for t in texts)

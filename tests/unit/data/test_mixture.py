@@ -66,6 +66,13 @@ def test_weights_become_exact_shares(mixed):
   assert np.abs(np.cumsum(source == 0) - np.arange(1, 201) * 0.3).max() < 1
 
 
+@pytest.mark.parametrize("order", ["even", "random"])
+def test_sources_take_turns_or_come_in_random_order(mixed, order):
+  ds = mixed(Table(web=1, code=1), mixture_order=order)
+  source = ds.read(np.arange(64))["source"][:, 0]
+  assert (source[1:] != source[:-1]).all() == (order == "even")
+
+
 def test_phases_begin_at_their_step(mixed):
   ds = mixed()  # 2 steps of 4 rows; 40 tokens are 2.5 rows of 16, so one step; the rest
   assert ds.schedule.starts.tolist() == [0, 8, 12]

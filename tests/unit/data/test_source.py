@@ -133,6 +133,14 @@ class TestMalformed:
     with pytest.raises(ValueError, match=rf"a\.jsonl:{line_at_fault}: .*data\.strict=False"):
       opened(path, strict=True)
 
+  def test_a_name_cannot_write_to_the_terminal(self, write, opened):
+    path = write("a\x1b[2Jb\nc.jsonl", b'{"text": "good"}\n{\n')
+    (line,) = opened(path).info.report["first"]
+    with pytest.raises(ValueError, match=r"data\.strict=False") as raised:
+      opened(path, strict=True)
+    for said in (line, str(raised.value)):
+      assert r"a\x1b[2Jb\nc.jsonl:2: broken JSON" in said and said.isprintable()
+
   def test_other_field_byte_order_mark_and_deep_nesting(self, write, opened):
     path = write("a.jsonl", b"\xef\xbb\xbf" + b'{"content": "x"}\n' + b"[" * 200_000 + b"\n")
     ds = opened(path, format={"text_field": "content"})

@@ -285,6 +285,7 @@ class TestFile:
     ("text", "reason"),
     [
       ("{", "Expecting property name"),
+      ("[" * 100_000, "it is nested too deeply"),
       ("[1]", "it has no field 'model'"),
       ("3", "it has no field 'model'"),
       ("{}", "it has no field 'model'"),
@@ -301,6 +302,7 @@ class TestFile:
     ("config", "said"),
     [
       ("{", r"tokenizer_config\.json cannot be read: Expecting"),
+      ("[" * 100_000, r"tokenizer_config\.json cannot be read: it is nested too deeply"),
       ("[1]", r"tokenizer_config\.json holds \[1\], not a JSON object"),
       ('{"eos_token": [1]}', r"eos_token is \[1\], which tokenizer\.json does not hold"),
       ('{"eos_token": "<nope>"}', "eos_token is '<nope>'"),

@@ -64,6 +64,15 @@ def test_each_process_has_its_own_and_a_torn_line_is_ended(tmp_path):
   assert torn == "torn" and after.endswith("after")
 
 
+def test_a_log_that_cannot_be_opened_leaves_nothing_to_close_at_the_exit(tmp_path):
+  (tmp_path / "log.txt").mkdir()
+  handlers = lambda: [made() for made in std_logging._handlerList]
+  before = handlers()
+  with pytest.raises(IsADirectoryError) as raised, logfile.log_to_file(tmp_path, 0):
+    pass
+  assert handlers() == before and raised.tb  # which holds what was made until here
+
+
 @pytest.mark.parametrize("level", [std_logging.NOTSET, std_logging.WARNING])
 def test_the_level_is_as_it_was_afterwards(monkeypatch, level):
   logger = logging.get_absl_logger()

@@ -1,7 +1,10 @@
 """Files and folders, local and on a store: the same operations, the same guarantees."""
 
+import contextlib
+import errno
 import itertools
 import os
+import stat
 import sys
 
 import pytest
@@ -79,6 +82,31 @@ def test_links_devices_and_pipes_are_not_followed(tmp_path):
   assert paths.parse_json(b'\xef\xbb\xbf{"a": 1}') == paths.parse_json('\ufeff{"a": 1}') == {"a": 1}
   with pytest.raises(ValueError, match="nested too deeply"):
     paths.parse_json("[" * 100_000)
+
+
+@pytest.mark.parametrize(
+  ("code", "of_folders", "fails"),
+  [
+    (errno.EINVAL, True, False),  # CIFS and FUSE flush files only
+    (errno.ENOTSUP, True, False),
+    (errno.EIO, True, True),
+    (errno.EINVAL, False, True),
+  ],
+)
+def test_a_file_system_may_not_know_how_to_flush_a_folder(
+  tmp_path, monkeypatch, code, of_folders, fails
+):
+  flush = os.fsync
+
+  def fsync(number):
+    if stat.S_ISDIR(os.fstat(number).st_mode) == of_folders:
+      raise OSError(code, os.strerror(code))
+    flush(number)
+
+  monkeypatch.setattr(os, "fsync", fsync)
+  with pytest.raises(OSError) if fails else contextlib.nullcontext():
+    paths.write(tmp_path / "a.json", "new")
+  assert of_folders == (tmp_path / "a.json").exists()
 
 
 def test_a_log_grows_and_begins_anew(root):

@@ -111,3 +111,10 @@ def test_what_cannot_be_mended_is_raised(cfg, error, tmp_path):
 def test_a_note_that_memory_ran_out_is_followed(number, own, parts, tmp_path):
   (tmp_path / RELIEF).write_text(json.dumps({"accum_steps": number}))
   assert with_smaller_micro_batch(config(32, accum_steps=own), tmp_path).step.accum_steps == parts
+
+
+@pytest.mark.parametrize("text", ["{", "{}", "[1]", '{"accum_steps": null}', "[" * 100_000])
+def test_a_note_that_is_damaged_is_named(text, tmp_path):
+  (tmp_path / RELIEF).write_text(text)
+  with pytest.raises(ValueError, match=rf"{RELIEF} cannot be read: .*\. Delete it"):
+    with_smaller_micro_batch(config(32), tmp_path)

@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import importlib
+import io
 import re
 import shlex
 import subprocess
@@ -11,6 +12,7 @@ import threading
 import tomllib
 
 import pytest
+from absl import flags
 from commands import REPOSITORY, called, started
 
 from ats_jax.config.names import KINDS, settings
@@ -110,6 +112,17 @@ def test_a_value_that_is_no_number_is_refused_in_plain_words():
     assert "invalid literal" not in str(caught.value) and "convert" not in str(caught.value)
 
 
+def test_what_a_terminal_cannot_show_is_escaped(monkeypatch):
+  """Text of a user, and the name of a file that is not UTF-8."""
+  screen = io.BytesIO()
+  monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(screen, encoding="ascii"))
+  for name in ("excepthook", "unraisablehook"):
+    monkeypatch.setattr(sys, name, getattr(sys, name))  # put back, as a command sets them
+  main = lambda _: print("caf\u00e9 \u6f22 a\udcff")
+  cli.dispatch("x", {"": cli.Command(main, flags.FlagValues(), "")}, [])
+  assert screen.getvalue() == rb"caf\xe9 \u6f22 a\udcff" + b"\n"
+
+
 def test_an_error_does_not_wait_for_the_compiler():
   """Python's exit would, for minutes where the model is large."""
   program = """
@@ -129,6 +142,38 @@ Command(main, flags.FlagValues(), "").run("x", [])
   command = [sys.executable, "-c", program]
   ended = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=REPOSITORY)
   assert (ended.returncode, ended.stderr.splitlines()[0]) == (2, "error: it is wrong")
+
+
+class TestPlatforms:
+  """Devices by JAX_PLATFORMS that this machine does not have."""
+
+  SAYS = "error: jax finds no devices by JAX_PLATFORMS=gpuu: "
+
+  @pytest.mark.parametrize(
+    ("program", "of", "found"),
+    [
+      ("import jax; jax.devices('gpuu')", "test", "Unknown backend gpuu"),
+      ("assert None is not None", "jax._src.xla_bridge", "there are none. Unset"),
+      ("raise RuntimeError('no. (set JAX_PLATFORMS=)')", "jax._src.xla_bridge", "no. Unset"),
+    ],
+  )
+  def test_what_jax_does_not_find_is_one_line(self, monkeypatch, capsys, program, of, found):
+    monkeypatch.setenv("JAX_PLATFORMS", "gpuu")
+    with pytest.raises(SystemExit) as ended, cli.user_errors():
+      exec(program, {"__name__": of})
+    assert ended.value.code == cli.exits.REFUSED
+    assert capsys.readouterr().err.startswith(self.SAYS + found)
+
+  @pytest.mark.parametrize("kind", [AssertionError, RuntimeError])
+  def test_other_errors_stay(self, monkeypatch, kind):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    with pytest.raises(kind, match=r"^a fault$"), cli.user_errors():
+      raise kind("a fault")
+
+  @pytest.mark.thorough
+  def test_a_training(self, tmp_path):
+    ended = started("ats_jax", "train", f"--workdir={tmp_path}/run", JAX_PLATFORMS="gpuu")
+    assert ended.error().startswith(self.SAYS.removeprefix("error: "))
 
 
 class TestUncaughtErrors:
