@@ -72,7 +72,7 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any], str, str, str]] = {
     "llama3",
   ),
 }  # fmt: skip
-# Of random weights. With 0 two groups of experts are equal to 5e-7 for one token of `bridge verify`,
+# Of random weights. With 0 two groups of experts are equal to 5e-7 for a token of `bridge verify`,
 # and rounding chooses.
 SEEDS = {"deepseek_v3": 1}
 EITHER = "{{% if m.role == 'user' %}}{}{{% else %}}{}{{% endif %}}"
