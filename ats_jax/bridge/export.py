@@ -6,7 +6,7 @@ import json
 import math
 import os
 import pathlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -28,11 +28,12 @@ from ats_jax.bridge.folder import (
   INDEX,
   SINGLE,
   architecture_of,
-  carried_fields,
   copy_companions,
+  imported_fields,
   tokenizer_in,
 )
 from ats_jax.bridge.safetensors_file import DTYPES, Slot, Writer
+from ats_jax.bridge.transforms import Shape
 from ats_jax.checkpoint import integrity, reader, workdir
 from ats_jax.config.build import CHANGES, resolve, with_changes
 from ats_jax.config.names import flatten
@@ -47,12 +48,13 @@ PROGRESS = "export.json"
 WORDS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
-def choose_family(cfg: Config, name: str = "") -> Family:
+def choose_family(cfg: Config, name: str = "", imported: str = "") -> Family:
   """The family that says all that a resolved config's model computes.
 
   Args:
     cfg: the config.
     name: a `model_type`; "" = the first that fits.
+    imported: the `model_type` of the model that the run began with, which is tried first.
 
   Raises:
     ValueError: naming the settings that it, or each of them, has not.
@@ -61,7 +63,8 @@ def choose_family(cfg: Config, name: str = "") -> Family:
     raise ValueError(f"--family={name} is unknown. Choose one of: {', '.join(KNOWN)}.")
   if name == own.MODEL_TYPE:
     return own.FAMILY
-  ranked = _ranked(cfg, [FAMILIES[name]] if name else FAMILIES.values())
+  in_order = sorted(FAMILIES.values(), key=lambda family: family.model_type != imported)
+  ranked = _ranked(cfg, [FAMILIES[name]] if name else in_order)
   nearest, missing = ranked[0]
   if not missing:
     return nearest
@@ -80,16 +83,23 @@ def obstacle(cfg: Config) -> str:
   Beyond what the settings say: experts that are chosen by a trained bias.
   """
   ranked = _ranked(cfg, FAMILIES.values())
-  fitting = [family for family, missing in ranked if not missing]
-  if not fitting:
-    nearest, missing = ranked[0]
-    return f"{nearest.model_type} is nearest, and lacks {'; '.join(missing)}"
-  if cfg.moe.bias_update == "none" or any(common.BIAS not in family.rows for family in fitting):
+  trains_bias = cfg.moe.num_experts > 0 and cfg.moe.bias_update != "none"
+  if any(not missing and (not trains_bias or _has_bias(family)) for family, missing in ranked):
     return ""
+  nearest, missing = ranked[0]
+  if not trains_bias or _has_bias(nearest):
+    return f"{nearest.model_type} is nearest, and lacks {'; '.join(missing)}"
+  bias = f"a bias by which experts are chosen, as moe.bias_update={cfg.moe.bias_update} trains it"
+  other, others = next(row for row in ranked if _has_bias(row[0]))
   return (
-    f"{fitting[0].model_type} has no bias by which experts are chosen, as "
-    f"moe.bias_update={cfg.moe.bias_update} trains it; moe.bias_update=none does not"
+    f"{nearest.model_type} is nearest, and lacks {'; '.join([*missing, bias])} "
+    f"(moe.bias_update=none does not). {other.model_type} has one, and lacks {'; '.join(others)}"
   )
+
+
+def _has_bias(family: Family) -> bool:
+  """Whether a family has a tensor of the bias by which experts are chosen."""
+  return any(isinstance(r, WeightRow) and r.ours == common.BIAS.ours for r in family.rows)
 
 
 def _ranked(cfg: Config, families: Iterable[Family]) -> list[tuple[Family, list[str]]]:
@@ -168,19 +178,19 @@ def export(
     with_changes(workdir.load_config(source), extra.get(CHANGES, {})), tokenizer.vocab_size
   )
   companions = source / COMPANIONS
-  table = choose_family(cfg, family).fitted(flatten(cfg))
-  imported = carried_fields(companions, table)
+  theirs = imported_fields(companions)
+  table = choose_family(cfg, family, theirs.get("model_type", "")).fitted(flatten(cfg))
   if cfg.mod.routing != "none" and chosen < cfg.mod.anneal_fraction * cfg.num_steps:
     raise ValueError(
       f"at step {chosen} mod.capacity still falls (mod.anneal_fraction). Export a later step."
     )
-  theirs = DTYPES[WORDS[dtype] if dtype else _own_dtype(companions, cfg)]
+  stored = DTYPES[WORDS[dtype] if dtype else _own_dtype(companions, cfg)]
   part = "ema" if cfg.optimizer.has_average else ROOT
   planned = match_weights(table, {n: p.shape for n, p in abstract_parts(cfg).items()})
-  shards = _shards(planned, theirs, shard_bytes)
+  shards = _shards(planned, stored, shard_bytes, table.empty(flatten(cfg)))
   unfinished = target.with_name(target.name + ".unfinished")
   manifest = integrity.read_manifest(checkpoints / str(chosen))
-  begun = json.dumps([run.run, chosen, part, table.model_type, str(theirs), shard_bytes])
+  begun = json.dumps([run.run, chosen, part, table.model_type, str(stored), shard_bytes])
   _begin(unfinished, begun + json.dumps(manifest["files"], sort_keys=True))
   arrays = _arrays(checkpoints / str(chosen), planned, part, unfinished, shards)
   resumed = _write(unfinished, shards, arrays)
@@ -196,9 +206,8 @@ def export(
     "bos_token_id": tokenizer.bos_id,
     "eos_token_id": tokenizer.eos_id,
     "pad_token_id": tokenizer.pad_id,
-    **imported,
-    **table.write(cfg),
-    "torch_dtype": str(theirs),
+    **table.write_again(cfg, theirs),
+    "torch_dtype": str(stored),
   }
   workdir.write_json(paths.parse(unfinished / CONFIG), fields)
   (unfinished / PROGRESS).unlink()
@@ -223,7 +232,9 @@ def _own_dtype(companions: Path, cfg: Config) -> str:
   return json.loads(path.read_text()) if path.is_file() else WORDS[cfg.precision.param_dtype]
 
 
-def _shards(planned: list[Item], dtype: np.dtype, most: int) -> dict[str, list[Slot]]:
+def _shards(
+  planned: list[Item], dtype: np.dtype, most: int, empty: Mapping[str, Shape]
+) -> dict[str, list[Slot]]:
   """Which tensors stand in which file, in the order in which they are written."""
   cut: list[list[Slot]] = [[]]
   size = 0
@@ -236,6 +247,7 @@ def _shards(planned: list[Item], dtype: np.dtype, most: int) -> dict[str, list[S
         size = 0
       cut[-1].append(slot)
       size += slot.nbytes
+  cut[-1] += [Slot(name, dtype, shape) for name, shape in empty.items()]
   if len(cut) == 1:
     return {SINGLE: cut[0]}
   return {f"model-{i:05}-of-{len(cut):05}.safetensors": slots for i, slots in enumerate(cut, 1)}
@@ -271,6 +283,10 @@ def _arrays(
     read = _Reader(orbax, local, part, [item for group in groups for item in group])
     for group in groups:
       yield from (pair for pair in to_theirs(group, read) if pair[0] in left)
+  slots = (slot for in_file in shards.values() for slot in in_file)
+  yield from (
+    (s.name, np.empty(s.shape, s.dtype)) for s in slots if s.name in left and 0 in s.shape
+  )
 
 
 class _Reader:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ats_jax.bridge.transforms import Interleaved, Shape, Transform, in_order
-from ats_jax.config.names import all_settings, flatten, settings
+from ats_jax.config.names import all_settings, default_of, flatten, settings
 from ats_jax.config.schema import Config
 from ats_jax.model.layer_kinds import layer_kinds
 
@@ -203,6 +203,15 @@ def read_row(row: FieldRow, theirs: Values) -> Values:
     raise ValueError(f"{fields} of config.json cannot be read: {e}") from e
 
 
+def _mean_the_same(row: FieldRow, one: Values, other: Values) -> bool:
+  try:
+    settings = read_row(row, one), read_row(row, other)
+  except ValueError:  # another version of this program has imported it
+    return False
+  usual = {name: default_of(name, all_settings()[name][0].field) for of in settings for name in of}
+  return {**usual, **settings[0]} == {**usual, **settings[1]}
+
+
 def contradiction(settings: Values) -> str:
   """Why this program has not what rows read each by itself; empty if it has."""
   if settings.get("moe.top_k") == 1 and settings.get("moe.renormalize"):
@@ -285,6 +294,8 @@ class Family:
     aside: pattern of the tensors that no model here has, for a config.json; an import leaves them
       and says so.
     files: returns further files of an export, by name.
+    empty: shapes of tensors without elements that `transformers` looks for, by name, for our
+      settings.
   """
 
   name: str
@@ -297,6 +308,7 @@ class Family:
   fitted_rows: Callable[[Values], tuple[WeightRow, ...]] = lambda _: ()
   aside: Callable[[Values], str] = lambda _: ""
   files: Callable[[], Mapping[str, str]] = lambda: {}
+  empty: Callable[[Values], Mapping[str, Shape]] = lambda _: {}
 
   @property
   def carried(self) -> frozenset[str]:
@@ -360,6 +372,22 @@ class Family:
     }
     for row in self.fields:
       fields.update(row.write(cfg))
+    return fields
+
+  def write_again(self, cfg: Config, theirs: Values) -> dict[str, Any]:
+    """As `write`, with the fields of an import: those it carries, and those that mean the same.
+
+    Args:
+      cfg: a resolved config.
+      theirs: the config.json of the import; empty without one.
+    """
+    comes_back = lambda key: key in self.carried or (key, theirs[key]) in NEUTRAL.items()
+    fields = {**{key: theirs[key] for key in theirs if comes_back(key)}, **self.write(cfg)}
+    if theirs.get("model_type") != self.model_type:
+      return fields
+    for row in self.fields:
+      if _mean_the_same(row, theirs, fields):
+        fields |= {key: theirs[key] for key in row.keys if key in theirs and key in fields}
     return fields
 
 

@@ -119,7 +119,8 @@ class ModelFolder:
         f"{shorten_names(missing)}. Copy the folder again, with all its files."
       )
     is_ignored = lambda name: any(re.fullmatch(p, name) for p in self.family.ignored)
-    extra = [n for n in sorted(self.tensors.keys() - needed.keys()) if not is_ignored(n)]
+    holds_any = lambda name: 0 not in self.tensors[name].shape and not is_ignored(name)
+    extra = [n for n in sorted(self.tensors.keys() - needed.keys()) if holds_any(n)]
     if extra and not self._is_tied_copy(extra):
       raise ValueError(
         f"{self.folder} holds {len(extra)} tensors that a {self.family.name} model of its "
@@ -311,9 +312,7 @@ def _is_in(path: paths.Path, folder: paths.Path) -> bool:
   return any(os.path.commonpath([real, home]) == home for home in homes)
 
 
-def carried_fields(companions: paths.Path, family: Family) -> dict[str, Any]:
-  """Fields of the config.json of an import that an export as a family gives back as they were."""
-  if not (companions / CONFIG).is_file():
-    return {}
-  fields = paths.parse_json(paths.read(companions / CONFIG))
-  return {k: v for k, v in fields.items() if k in family.carried}
+def imported_fields(companions: paths.Path) -> dict[str, Any]:
+  """The config.json that an import kept; empty without one."""
+  file = companions / CONFIG
+  return paths.parse_json(paths.read(file)) if file.is_file() else {}

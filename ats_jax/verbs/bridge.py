@@ -73,7 +73,10 @@ _KEPT_IN = flags.DEFINE_string(
   flag_values=_FOR_IMPORT,
 )
 _FAMILY = flags.DEFINE_string(
-  "family", "", "The model_type; by default the first that fits.", flag_values=_FOR_EXPORT
+  "family",
+  "",
+  "The model_type; by default that of the import, or the first that fits.",
+  flag_values=_FOR_EXPORT,
 )
 _WRITTEN_IN = flags.DEFINE_string(
   "dtype",

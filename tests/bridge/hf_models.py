@@ -70,6 +70,13 @@ ODD_LATENT = {
   "first_k_dense_replace": 0,
   "rope_parameters": YARN_ALL,
 }
+GLM = {
+  **{key: LATENT[key] for key in ("n_routed_experts", "num_experts_per_tok", "n_shared_experts")},
+  **{key: LATENT[key] for key in ("moe_intermediate_size", "routed_scaling_factor")},
+  "first_k_dense_replace": 1,
+  "head_dim": 12,
+  "rope_parameters": {**PLAIN, "partial_rotary_factor": 1.0},
+}
 QWEN = {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 24}
 
 # Name -> model_type, fields beyond `SMALL`.
@@ -160,6 +167,12 @@ CASES: dict[str, tuple[str, dict]] = {
     "deepseek_v3",
     {**ODD_LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "norm_topk_prob": False},
   ),
+  "glm4_moe": ("glm4_moe", {**GLM, "n_group": 4, "topk_group": 2, "use_qk_norm": True}),
+  "glm4_moe-odd-yarn": (
+    "glm4_moe",
+    {**GLM, **ODD, "n_shared_experts": 0, "first_k_dense_replace": 0, "norm_topk_prob": False}
+    | {"attention_bias": True, "rope_parameters": {**YARN, "partial_rotary_factor": 1.0}},
+  ),
   "olmoe-normed": (
     "olmoe",
     {**MOE, "num_experts": 4, "norm_topk_prob": True, "rope_parameters": LLAMA3},
@@ -191,6 +204,8 @@ def randomise(model: transformers.PreTrainedModel) -> None:
         if "q_norm" in name or "k_norm" in name:
           start += 0.9
         torch.nn.init.normal_(weight, start, 0.3)
+        continue
+      if not weight.numel():
         continue
       spread = 1 / math.sqrt(weight.shape[-1])
       if any(part in name for part in ("q_proj", "k_proj", "q_b_proj", "kv_b_proj", "kv_a_proj")):

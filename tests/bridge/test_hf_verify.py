@@ -114,6 +114,7 @@ WRONG_SETTINGS = [
   ("qwen3_moe", {"moe.top_k": 2}),
   ("qwen3_moe", {"moe.top_k": 4}),
   ("deepseek_v3", {"moe.bias_on": "logits"}),
+  ("glm4_moe", {"moe.bias_on": "logits"}),
   ("deepseek_v3", {"moe.route_scale": 1.515}),
   ("deepseek_v3", {"moe.score": "softmax"}),
   ("deepseek_v3", {"moe.top_groups": 3}),
@@ -144,6 +145,7 @@ WRONG_WEIGHTS = [
   ("qwen3_moe", "router", edited("mlp.gate.weight", next_one)),
   ("deepseek_v3", "shared expert", edited("shared_experts.down_proj", lambda a: 1.01 * a)),
   ("deepseek_v3", "selection bias", edited("e_score_correction_bias", zeros)),
+  ("glm4_moe", "selection bias", edited("e_score_correction_bias", zeros)),
   ("gpt_oss", "sinks", edited("sinks", zeros)),
   ("gpt_oss", "bias of outputs", edited("o_proj.bias", zeros)),
 ]

@@ -7,6 +7,7 @@ from ats_jax.bridge.families import (
   gemma,
   gemma2,
   gemma3,
+  glm4_moe,
   gpt_oss,
   llama,
   mistral,
@@ -19,7 +20,8 @@ from ats_jax.bridge.families import (
 )
 from ats_jax.bridge.family import Family
 
-_MODULES = (llama, mistral, qwen2, qwen3, gemma2, gemma3, mixtral, qwen3_moe, olmoe, gpt_oss)
+_OF_EXPERTS = (mixtral, qwen3_moe, olmoe, gpt_oss, glm4_moe)
+_MODULES = (llama, mistral, qwen2, qwen3, gemma2, gemma3, *_OF_EXPERTS)
 FAMILIES: Mapping[str, Family] = {
   family.model_type: family
   for family in (*(module.FAMILY for module in _MODULES), deepseek.V2, deepseek.V3)

@@ -57,6 +57,10 @@ MLP = tuple(
   WeightRow(f"{L}/mlp/{p}", f"{THEIRS}.mlp.{p}_proj.weight", TRANSPOSED)
   for p in ("gate", "up", "down")
 )
+SHARED_EXPERTS = tuple(
+  WeightRow(f"{L}/mlp/shared/{p}", f"{THEIRS}.mlp.shared_experts.{p}_proj.weight", TRANSPOSED)
+  for p in ("gate", "up", "down")
+)
 
 # The load of a step that has not been: every expert its share.
 LOAD = OwnWeight(

@@ -8,6 +8,7 @@ from ats_jax.bridge.families.common import (
   MLP,
   NORMS,
   OUT,
+  SHARED_EXPERTS,
   TABLES,
   THEIRS,
   L,
@@ -36,10 +37,7 @@ ROWS = (
   WeightRow(f"{L}/attn/q_norm/scale", f"{_ATTN}.q_a_layernorm.weight", SAME),
   WeightRow(f"{L}/attn/kv_norm/scale", f"{_ATTN}.kv_a_layernorm.weight", SAME),
   WeightRow(f"{L}/attn/kv", f"{_ATTN}.kv_b_proj.weight", TRANSPOSED),
-  *(
-    WeightRow(f"{L}/mlp/shared/{p}", f"{THEIRS}.mlp.shared_experts.{p}_proj.weight", TRANSPOSED)
-    for p in ("gate", "up", "down")
-  ),
+  *SHARED_EXPERTS,
 )
 
 
@@ -150,7 +148,7 @@ class _Groups:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Beside:
+class Beside:
   """What changes no setting: layers kept aside, the format of the files, code in the folder."""
 
   keys: tuple[str, ...] = ("num_mtp_layers", "quantization_config", "auto_map")
@@ -185,10 +183,13 @@ class _Balance:
     return {}
 
 
+NO_FURTHER_TOKENS = FixedField(
+  "num_nextn_predict_layers", 0, lack="no layers here predict further tokens"
+)
 OF_TRAINING: tuple[FieldRow, ...] = (
   *TRAINING,
   _Balance(),
-  FixedField("num_nextn_predict_layers", 0, lack="no layers here predict further tokens"),
+  NO_FURTHER_TOKENS,
 )
 SHARED: tuple[FieldRow, ...] = (
   *size_fields(eps=1e-6),
@@ -201,7 +202,7 @@ SHARED: tuple[FieldRow, ...] = (
   FixedField("hidden_act", "silu"),
   FixedField("attention_bias", False),
   FixedField("moe_layer_freq", 1),
-  _Beside(),
+  Beside(),
 )
 V2 = Family(
   name="DeepSeek-V2",

@@ -44,6 +44,10 @@ OF_KIND: dict[str, dict[str, Any]] = {
   "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
   "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
   "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
+  "glm4_moe": {
+    **{key: LATENT[key] for key in LATENT if "expert" in key or key.startswith(("moe", "first"))},
+    **{"partial_rotary_factor": 1.0, "n_group": 2, "topk_group": 1, "use_qk_norm": True},
+  },
   "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True},
 }
 

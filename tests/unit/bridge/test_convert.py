@@ -54,7 +54,7 @@ def assert_same_arrays(one, other):
 
 # Tied tables, arrays that share a tensor, and tensors in float32 beside the others.
 # `test_families` takes the arrays of every family to its tensors and back.
-@pytest.mark.parametrize("kind", ["gemma3_text", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("kind", ["gemma3_text", "gpt_oss", "deepseek_v3", "glm4_moe"])
 def test_what_goes_in_comes_out_bit_for_bit(kind, tmp_path):
   folder = make_folder(tmp_path / "hf", kind, dtype=BFLOAT16, shards=2)
   report = import_folder(folder, parse(tmp_path / "run"), tokenizer="bytes")
@@ -105,6 +105,33 @@ def test_tensors_of_two_dtypes_keep_all_their_values(tmp_path):
     np.testing.assert_array_equal(got[name].read(), tensors[name].astype(np.float32))
   with pytest.raises(ValueError, match="has values that float16 does not hold"):
     export(parse(tmp_path / "run"), tmp_path / "half", dtype="float16")
+
+
+def test_an_export_is_of_the_family_of_the_import(tmp_path):
+  """A Mistral without a window is a Llama as well; its fields come back as they were."""
+  same = {"sliding_window": None, "rope_theta": 10000, "use_mrope": False}
+  folder = make_folder(tmp_path / "hf", "mistral", **same)
+  import_folder(folder, parse(tmp_path / "run"), tokenizer="bytes")
+  assert export(parse(tmp_path / "run"), tmp_path / "out")["family"] == "Mistral"
+  fields = json.loads((tmp_path / "out/config.json").read_text())
+  assert fields.items() >= {**same, "model_type": "mistral"}.items()
+  assert export(parse(tmp_path / "run"), tmp_path / "as", family="llama")["family"] == "Llama"
+
+
+def test_experts_without_a_shared_one_are_a_glm(tmp_path):
+  """`transformers` has matrices of width 0 there, and says so if they are not in the folder."""
+  folder = make_folder(tmp_path / "hf", "glm4_moe", dtype=BFLOAT16, n_shared_experts=0)
+  import_folder(folder, parse(tmp_path / "run"), tokenizer="bytes")
+  report = export(parse(tmp_path / "run"), tmp_path / "out", shard_bytes=15_000)
+  assert report["family"] == "GLM-4-MoE" and report["files"] > 2
+  source, out = open_model_folder(folder).tensors, open_model_folder(tmp_path / "out").tensors
+  shapes = {name: out[name].shape for name in out.keys() - source.keys()}
+  shared = "model.layers.1.mlp.shared_experts.{}_proj.weight"
+  assert shapes == {
+    shared.format("gate"): (0, 32), shared.format("up"): (0, 32), shared.format("down"): (32, 0)
+  }  # fmt: skip
+  import_folder(tmp_path / "out", parse(tmp_path / "again"), tokenizer="bytes")
+  assert_same_arrays((tmp_path / "again", 0), (tmp_path / "run", 0))
 
 
 KILLED = """

@@ -99,10 +99,11 @@ def test_the_nearest_family_is_named_in_one_line():
   [
     ({"moe.bias_update": "none", "moe.route_scale": 1.0}, ""),
     ({"moe.bias_update": "sign", "moe.route_scale": 1.0}, "moe.bias_update=sign trains it"),
-    ({"moe.score": "sigmoid", "moe.bias_on": "scores"}, "is nearest, and lacks"),
+    ({"moe.bias_update": "sign"}, r"glm4_moe has one, and lacks moe.score=softmax"),
+    ({"moe.score": "sigmoid", "moe.bias_on": "scores", "moe.bias_update": "proportional"}, ""),
     (
-      {"moe.score": "sigmoid", "moe.bias_on": "scores", "model.num_kv_heads": 4},
-      "mixtral is nearest, and lacks moe.score=sigmoid",
+      {"moe.score": "sigmoid", "moe.bias_on": "scores", "model.window": 8},
+      "glm4_moe is nearest, and lacks model.window=8",
     ),
   ],
 )
@@ -125,6 +126,10 @@ def test_a_bias_that_all_experts_share_is_in_nobodys_way():
 def test_the_first_family_that_fits_is_chosen():
   for kind in ("qwen2", "olmoe", "gpt_oss"):
     assert choose_family(config(kind)).model_type == kind
+  # Of those that fit, that of the import.
+  plain = config("mistral", sliding_window=None)
+  for imported, chosen in (("", "llama"), ("mistral", "mistral"), ("qwen2", "llama")):
+    assert choose_family(plain, imported=imported).model_type == chosen
   with pytest.raises(ValueError, match="no-such is unknown"):
     choose_family(config("llama"), "no-such")
   # What is for training alone is in the way of no family.
