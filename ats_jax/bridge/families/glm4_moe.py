@@ -98,7 +98,7 @@ FAMILY = Family(
     SettingField("norm_topk_prob", "moe.renormalize", True),
     FixedField("hidden_act", "silu"),
     deepseek.Beside(("num_mtp_layers",)),
-    # The published pace: arXiv:2508.06471, section 2.4.
+    # What training begins with: the pace of DeepSeek-V3.
     ImpliedSettings(
       (
         ("moe.score", "sigmoid"),
