@@ -20,11 +20,6 @@ _OPTIONS = ("config", "split", "revision")
 _FORM = f"Expected {SCHEME}OWNER/NAME?config=...&split=...&revision=..., each part if wanted"
 
 
-def is_name(entry: str) -> bool:
-  """Whether an entry of `data.paths` names a dataset."""
-  return entry.startswith(SCHEME)
-
-
 def files(entry: str, split: str) -> list[tuple[str, str]]:
   """(path, name) of the Arrow files of a split, downloaded and written on first use.
 

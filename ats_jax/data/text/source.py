@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from ats_jax.data.corpus import cache
-from ats_jax.data.text import hub_dataset, named_dataset, remote
+from ats_jax.data.text import hub_dataset, remote
 from ats_jax.data.text.formats import opening, records, text, token_files
 from ats_jax.data.text.formats.text import Piece
 from ats_jax.data.text.report import Report
@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # imported by runs that filter
 # report) -> iterator of documents: each a string, or `Piece`s. `report` takes what is malformed.
 # Those of this package are in the modules of `formats`; they count their records in `report` too.
 BUILT_IN = (records, text, token_files)
+NAMED_DATASET = "datasets://"
 PREPARED = "prepared.json"  # in a folder of `ats-jax data prepare`
 _OWN = ({"config.json", "run_id"}, {PREPARED})  # a run has both before it reads its text
 _OWN_FOLDER = "workdir or data cache of this program"
@@ -84,7 +85,9 @@ def find_files(
     return _standard_library(report)
   by_real_path: dict[str, SourceFile] = {}
   for entry in paths:
-    if named_dataset.is_name(entry):
+    if entry.startswith(NAMED_DATASET):
+      from ats_jax.data.text import named_dataset
+
       expanded = named_dataset.files(entry, split)
     elif paths_of_stores.is_remote(entry):
       expanded = _expand_remote(entry, report, copies, root or cache.cache_root(""), split)

@@ -43,7 +43,7 @@ OPTIONAL = {
   "ops.attention": ("latent", "ring", "ulysses"),
   "orchestrator": ("actions", "policy", "record", "signals", "supervisor", "trials"),
   "sharding": ("pipeline",),
-  "train": ("initial_weights", "supervise"),
+  "train": ("initial_weights", "probe_rows", "supervise"),
   "verbs": ("bench",),
 }
 # Every module of this package that a plain run imports, one on a line.
