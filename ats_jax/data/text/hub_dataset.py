@@ -17,6 +17,7 @@ from absl import logging
 
 from ats_jax.data.text.formats import opening, records, token_files
 
+NAMED = "datasets://"  # see `named_dataset`
 CARD = "README.md"
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
 METADATA = ("dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json")

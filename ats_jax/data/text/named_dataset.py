@@ -15,9 +15,8 @@ from ats_jax.data.text import hub_dataset
 from ats_jax.data.text.formats import extra
 from ats_jax.store.secrets import masked
 
-SCHEME = "datasets://"
-_OPTIONS = ("config", "split", "revision")
-_FORM = f"Expected {SCHEME}OWNER/NAME?config=...&split=...&revision=..., each part if wanted"
+_OPTIONS = ("config", "split")
+_FORM = f"Expected {hub_dataset.NAMED}OWNER/NAME?config=...&split=..., each part if wanted"
 
 
 def files(entry: str, split: str) -> list[tuple[str, str]]:
@@ -53,7 +52,7 @@ def files(entry: str, split: str) -> list[tuple[str, str]]:
 
 
 def _parts(entry: str) -> tuple[str, dict[str, str]]:
-  name, _, query = entry.removeprefix(SCHEME).partition("?")
+  name, _, query = entry.removeprefix(hub_dataset.NAMED).partition("?")
   options = dict(urllib.parse.parse_qsl(query, keep_blank_values=True))
   if not name:
     raise ValueError(f"paths: {entry!r} names no dataset. {_FORM}.")
@@ -66,9 +65,7 @@ def _prepared(entry: str, name: str, options: dict[str, str]) -> Any:
   """The package's builder of a configuration, whose files are there."""
   datasets = extra.import_extra("datasets", entry, "datasets")
   try:
-    builder = datasets.load_dataset_builder(
-      name, options.get("config"), revision=options.get("revision")
-    )
+    builder = datasets.load_dataset_builder(name, options.get("config"))
     builder.download_and_prepare()
   except FileNotFoundError as e:  # also of a dataset that the Hub does not know or give
     raise ValueError(f"paths: {entry!r}: {_first_line(e)}") from e

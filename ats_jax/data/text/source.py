@@ -26,7 +26,6 @@ if TYPE_CHECKING:  # imported by runs that filter
 # report) -> iterator of documents: each a string, or `Piece`s. `report` takes what is malformed.
 # Those of this package are in the modules of `formats`; they count their records in `report` too.
 BUILT_IN = (records, text, token_files)
-NAMED_DATASET = "datasets://"
 PREPARED = "prepared.json"  # in a folder of `ats-jax data prepare`
 _OWN = ({"config.json", "run_id"}, {PREPARED})  # a run has both before it reads its text
 _OWN_FOLDER = "workdir or data cache of this program"
@@ -85,7 +84,7 @@ def find_files(
     return _standard_library(report)
   by_real_path: dict[str, SourceFile] = {}
   for entry in paths:
-    if entry.startswith(NAMED_DATASET):
+    if entry.startswith(hub_dataset.NAMED):
       from ats_jax.data.text import named_dataset
 
       expanded = named_dataset.files(entry, split)
