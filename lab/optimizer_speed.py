@@ -5,7 +5,8 @@ Prints a row for each optimizer: milliseconds of an update (median of several ru
 in a row), gigabytes of its state on a device, bytes of it for each parameter, and gigabytes of
 temporary arrays, which are those that XLA did not fuse.
 Command: python -m lab.optimizer_speed [--names=adamw,adamw8bit] [--layers=4] [--width=4096] \
-  [--vocab=128256] [--param_dtype=bfloat16] [--updates=10] [--devices=2]
+  [--vocab=128256] [--param_dtype=bfloat16] [--updates=10] [--devices=2] \
+  [--set=optimizer.mu_dtype=bfloat16]
 """
 
 import functools
@@ -20,6 +21,8 @@ import jax.numpy as jnp
 from absl import app, flags
 
 from ats_jax.config import Config, base_config, from_config_dict
+from ats_jax.config.text import parse
+from ats_jax.config.tree import edited
 from ats_jax.model.param import trainable
 from ats_jax.planner.abstract import device_bytes, resolve_without_data
 from ats_jax.sharding.mesh import make_mesh, on_mesh
@@ -35,6 +38,7 @@ _VOCAB = flags.DEFINE_integer("vocab", 128_256, "Tokens of the vocabulary.", low
 _DTYPE = flags.DEFINE_string("param_dtype", "float32", "Of parameters and gradients.")
 _DEVICES = flags.DEFINE_integer("devices", 1, "That share the layers (mesh.fsdp).", lower_bound=1)
 _UPDATES = flags.DEFINE_integer("updates", 10, "Updates in a row, of a run.", lower_bound=1)
+_SET = flags.DEFINE_list("set", [], "NAME=VALUE of settings of all optimizers.")
 
 
 class Row(NamedTuple):
@@ -68,7 +72,13 @@ def config_of(name: str) -> Config:
       "mesh": {"fsdp": _DEVICES.value},
     }
   )
-  return resolve_without_data(from_config_dict(config))
+  changes = dict(text.split("=", 1) for text in _SET.value)
+  if name == "schedule_free":
+    changes["optimizer.schedule"] = "constant"
+  values = edited(config.to_dict())
+  for setting, text in changes.items():
+    values.assign({setting: parse(setting, text, values.to_dict())})
+  return resolve_without_data(from_config_dict(values))
 
 
 def measure(name: str) -> Row:

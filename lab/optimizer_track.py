@@ -2,15 +2,25 @@ r"""Which optimizer reaches a validation loss in how many steps: one model, text
 
 Every optimizer trains at each of its learning rates. The target is the lowest loss that the first
 optimizer ends with, at its best rate. A row says when a run first is there: steps, seconds of steps
-(without compilation and evaluation), and the peak of device memory. Rows are written as runs end,
-and a second call goes on from them.
+(without compilation and evaluation), and the peak of device memory. A second table has differences
+of last losses to the first optimizer's, of equal seeds, thus of equal data and initialisation.
+
+With --tune_steps, runs of that length choose the rate among those given, and beyond their ends
+while the best is one of them, and the long runs are at that rate. Each run writes its row as it
+ends; a second call goes on from rows and checkpoints. Several calls at once share the runs of a
+folder.
 
 Command: python -m lab.optimizer_track --out=FOLDER [--config=configs/debug.py] [--steps=400] \
-  [--every=20] [--seeds=1] [--rates=adamw=1e-3,adamw=3e-3,muon=3e-3] [--set=data.batch_size=64]
+  [--every=20] [--seeds=1] [--once=lion] [--rates=adamw=1e-3,adamw=3e-3,muon=3e-3] \
+  [--tune_steps=80] [--set=data.batch_size=64]
 """
 
+import fcntl
 import json
+import statistics
+import time
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,15 +32,33 @@ from ats_jax.config.tree import edited
 from ats_jax.metrics.rows import read_jsonl
 from lab.runs import finished, markdown
 
-_OUT = flags.DEFINE_string("out", None, "Folder of runs and rows.jsonl.", required=True)
+EXTENSIONS = 2  # rates beyond those given, each a factor of two further
+_OUT = flags.DEFINE_string("out", None, "Folder of runs, each with its row.", required=True)
 _CONFIG = flags.DEFINE_string("config", "debug", "Of all runs.")
 _STEPS = flags.DEFINE_integer("steps", 400, "Of each run.", lower_bound=1)
 _EVERY = flags.DEFINE_integer("every", 20, "Steps between evaluations.", lower_bound=1)
 _SEEDS = flags.DEFINE_integer("seeds", 1, "Runs of each optimizer and rate.", lower_bound=1)
+_ONCE = flags.DEFINE_list("once", [], "Optimizers of which there is one run, for --seeds.")
+_TUNE = flags.DEFINE_integer("tune_steps", 0, "Of runs that choose rates; 0 = none.", lower_bound=0)
+_TABLE = flags.DEFINE_bool("table", False, "Train nothing: print the table of what is there.")
 _RATES = flags.DEFINE_list(
   "rates", ["adamw=1e-3", "adamw=3e-3", "muon=1e-3", "muon=3e-3"], "OPTIMIZER=RATE of each run."
 )
 _SET = flags.DEFINE_list("set", [], "NAME=VALUE of settings of all runs.")
+
+
+class Run(NamedTuple):
+  """What is to be trained."""
+
+  optimizer: str
+  rate: float
+  seed: int
+  steps: int
+
+  @property
+  def folder(self) -> Path:
+    """Its workdir."""
+    return Path(_OUT.value) / f"{self.optimizer}-{self.rate:g}-{self.seed}-{self.steps}"
 
 
 class Row(NamedTuple):
@@ -42,6 +70,7 @@ class Row(NamedTuple):
   losses: dict[int, float]
   step_secs: float
   peak_gib: float
+  wait_share: float
 
   @property
   def last(self) -> float:
@@ -53,38 +82,127 @@ class Row(NamedTuple):
     return next((step for step, loss in sorted(self.losses.items()) if loss <= target), 0)
 
 
-def config_of(optimizer: str, rate: str, seed: int) -> dict[str, str]:
+def config_of(run: Run) -> dict[str, str]:
   """Settings of one run, as flags would have them."""
   changes = {
-    "seed": str(seed),
-    "num_steps": str(_STEPS.value),
-    "optimizer.name": optimizer,
-    "optimizer.learning_rate": rate,
+    "seed": str(run.seed),
+    "num_steps": str(run.steps),
+    "optimizer.name": run.optimizer,
+    "optimizer.learning_rate": str(run.rate),
     "eval.every_steps": str(_EVERY.value),
     "log.every_steps": str(_EVERY.value),
     "log.writers": "jsonl",
     "log.progress": "false",
     "sample.max_tokens": "0",
-    "checkpoint.every_steps": str(_STEPS.value),
+    "checkpoint.every_steps": str(run.steps),
   }
-  if optimizer == "schedule_free":
+  if run.optimizer == "schedule_free":
     changes["optimizer.schedule"] = "constant"
   return changes | dict(text.split("=", 1) for text in _SET.value)
 
 
-def train_one(out: Path, optimizer: str, rate: str, seed: int) -> Row:
-  """Train, or read what a run has logged that is done."""
+def train_one(run: Run) -> None:
+  """Train, and write the row."""
   values = edited(load_file(_CONFIG.value).to_dict())
-  for name, text in config_of(optimizer, rate, seed).items():
+  for name, text in config_of(run).items():
     values.assign({name: parse(name, text, values.to_dict())})
-  folder = finished(out / f"{optimizer}-{rate}-{seed}", values)
-  rows = read_jsonl(folder / "metrics.jsonl")
+  rows = read_jsonl(finished(run.folder, values) / "metrics.jsonl")
   of = lambda name: {row["step"]: row[name] for row in rows if row.get(name) is not None}
-  speeds, peaks = of("train/steps_per_sec"), of("memory/device_peak_gib")
-  # The first interval compiles.
-  secs = [1.0 / speed for step, speed in sorted(speeds.items())][1:]
-  mean = sum(secs) / len(secs) if secs else float("nan")
-  return Row(optimizer, float(rate), seed, of("eval/loss"), mean, max(peaks.values(), default=0.0))
+  # An interval that compiles does not count.
+  secs = [1.0 / speed for speed in of("train/steps_per_sec").values()]
+  waits, peaks = of("goodput/data_wait_share"), of("memory/device_peak_gib")
+  row = Row(
+    *run[:3],
+    of("eval/loss"),
+    statistics.median(secs) if secs else float("nan"),
+    max(peaks.values(), default=0.0),
+    waits[max(waits)],
+  )
+  part = run.folder / "row.part"
+  part.write_text(json.dumps(row._asdict()))
+  part.rename(run.folder / "row.json")
+
+
+def row_of(run: Run) -> Row | None:
+  """What the run has written; None = it has not ended."""
+  path = run.folder / "row.json"
+  if not path.exists():
+    return None
+  row = Row(**json.loads(path.read_text()))
+  return row._replace(losses={int(step): loss for step, loss in row.losses.items()})
+
+
+def tuning(optimizer: str, rates: list[float]) -> list[Run]:
+  """The runs that choose a rate, as far as they are known."""
+  of_rate = lambda rate: Run(optimizer, rate, 0, _TUNE.value)
+  for _ in range(EXTENSIONS):
+    found = best(list(map(of_rate, rates)))
+    if found == min(rates):
+      rates = [found / 2, *rates]
+    elif found == max(rates):
+      rates = [*rates, 2 * found]
+  return list(map(of_rate, rates))
+
+
+def best(runs: list[Run]) -> float:
+  """The rate of the lowest last loss; 0 = not all have ended."""
+  rows = [row for run in runs if (row := row_of(run))]
+  if len(rows) < len(runs):
+    return 0.0
+  return min(rows, key=lambda row: row.last if row.last == row.last else float("inf")).rate
+
+
+def all_runs() -> list[Run]:
+  """Those known so far: the long ones of an optimizer come when its rate is chosen."""
+  rates: dict[str, list[float]] = defaultdict(list)
+  for text in _RATES.value:
+    optimizer, _, rate = text.partition("=")
+    rates[optimizer].append(float(rate))
+  short, long = [], []
+  for optimizer, of_it in rates.items():
+    if _TUNE.value:
+      runs = tuning(optimizer, sorted(of_it))
+      short += runs
+      of_it = [best(runs)]
+    for seed in range(1 if optimizer in _ONCE.value else _SEEDS.value):
+      long += [Run(optimizer, rate, seed, _STEPS.value) for rate in of_it]
+  return short + sorted(long, key=lambda run: run.seed)
+
+
+def to_do() -> Iterator[Run]:
+  """Runs that no other process has, each until the next one is asked for; ends when all ended."""
+  while left := [run for run in all_runs() if not row_of(run)]:
+    for run in left:
+      if not run.rate:
+        continue
+      run.folder.mkdir(parents=True, exist_ok=True)
+      with (run.folder.parent / f"{run.folder.name}.lock").open("w") as file:
+        try:
+          fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends, at most
+        except BlockingIOError:
+          continue
+        if not row_of(run):
+          yield run
+          break
+    else:
+      time.sleep(2.0)
+
+
+def paired(rows: list[Row]) -> str:
+  """Differences of last losses to those of the first optimizer, of equal seeds."""
+  lasts: dict[str, dict[int, float]] = defaultdict(dict)
+  for row in rows:
+    lasts[row.optimizer][row.seed] = row.last
+  first, *others = lasts
+  lines = []
+  for name in others:
+    seeds = sorted(lasts[name].keys() & lasts[first].keys())
+    shares = [100 * (lasts[name][seed] / lasts[first][seed] - 1) for seed in seeds]
+    if len(seeds) > 1:
+      error = statistics.stdev(shares) / len(seeds) ** 0.5
+      lines.append([name, f"{statistics.mean(shares):+.3f}", f"{error:.3f}", str(len(seeds))])
+  header = ["optimizer", f"last loss over that of {first}, %", "standard error", "seeds"]
+  return markdown(header, lines)
 
 
 def table(rows: list[Row]) -> str:
@@ -93,13 +211,13 @@ def table(rows: list[Row]) -> str:
   for row in rows:
     runs[row.optimizer][row.rate].append(row)
   mean = lambda of: sum(of) / len(of)
-  best = {
+  best_of = {
     name: min(by_rate.values(), key=lambda group: mean([row.last for row in group]))
     for name, by_rate in runs.items()
   }
-  target = mean([row.last for row in next(iter(best.values()))])
-  lines = []
-  for name, group in best.items():
+  target = mean([row.last for row in next(iter(best_of.values()))])
+  lines, chosen = [], [row for group in best_of.values() for row in group]
+  for name, group in best_of.items():
     steps = [row.steps_to(target) for row in group]
     reached = [n for n in steps if n]
     secs = mean([row.step_secs for row in group])
@@ -115,21 +233,20 @@ def table(rows: list[Row]) -> str:
       ]
     )
   header = ["optimizer", "rate", "last loss", "steps", "ms a step", "seconds", "peak GiB"]
-  return f"target {target:.4f}\n{markdown(header, lines)}"
+  return f"target {target:.4f}\n{markdown(header, lines)}\n\n{paired(chosen)}"
 
 
 def main(argv: list[str]) -> None:
-  """Train, write rows.jsonl as runs end, and print the table."""
+  """Train what no other process trains, and print the tables."""
   del argv
-  out, rows = Path(_OUT.value), []
-  out.mkdir(parents=True, exist_ok=True)
-  with (out / "rows.jsonl").open("w") as file:
-    for text in _RATES.value:
-      optimizer, _, rate = text.partition("=")
-      for seed in range(_SEEDS.value):
-        rows.append(train_one(out, optimizer, rate, seed))
-        print(json.dumps(rows[-1]._asdict() | {"last": rows[-1].last}), file=file, flush=True)
-  print(table(rows))
+  for run in to_do() if not _TABLE.value else ():
+    train_one(run)
+  runs = all_runs()
+  short = [row for run in runs if run.steps == _TUNE.value and (row := row_of(run))]
+  for row in short:
+    print(f"{row.optimizer} at {row.rate:g}: {row.last:.4f} after {_TUNE.value} steps")
+  if rows := [row for run in runs if run.steps == _STEPS.value and (row := row_of(run))]:
+    print(table(rows))
 
 
 if __name__ == "__main__":
