@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 from absl import app, flags
 
+from ats_jax.checkpoint import workdir
 from ats_jax.config.file import load_file
 from ats_jax.config.text import parse
 from ats_jax.config.tree import edited
@@ -106,14 +107,17 @@ def train_one(run: Run) -> None:
   values = edited(load_file(_CONFIG.value).to_dict())
   for name, text in config_of(run).items():
     values.assign({name: parse(name, text, values.to_dict())})
-  rows = read_jsonl(finished(run.folder, values) / "metrics.jsonl")
+  folder = finished(run.folder, values)
+  if not (folder / workdir.CHECKPOINTS / str(run.steps)).exists():
+    raise SystemExit(f"{folder}: stopped by a signal; the same command goes on.")
+  rows = read_jsonl(folder / "metrics.jsonl")
   of = lambda name: {row["step"]: row[name] for row in rows if row.get(name) is not None}
   # An interval that compiles does not count.
   secs = [1.0 / speed for speed in of("train/steps_per_sec").values()]
   waits, peaks = of("goodput/data_wait_share"), of("memory/device_peak_gib")
   row = Row(
     *run[:3],
-    of("eval/loss"),
+    {row["step"]: _number(row["eval/loss"]) for row in rows if "eval/loss" in row},
     statistics.median(secs) if secs else float("nan"),
     max(peaks.values(), default=0.0),
     waits[max(waits)],
@@ -121,6 +125,10 @@ def train_one(run: Run) -> None:
   part = run.folder / "row.part"
   part.write_text(json.dumps(row._asdict()))
   part.rename(run.folder / "row.json")
+
+
+def _number(loss: float | None) -> float:
+  return float("nan") if loss is None else loss  # as the log has it where training diverged
 
 
 def row_of(run: Run) -> Row | None:
