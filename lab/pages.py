@@ -36,9 +36,7 @@ DOCS, PACKAGE = ROOT / "docs", ROOT / "ats_jax"
 # Files whose constants decide what the orchestrator does.
 THRESHOLDS = (
   "step/reflex",
-  "orchestrator/policy/decide",
-  "orchestrator/policy/rates",
-  "orchestrator/policy/growth",
+  "orchestrator/constants",
   "orchestrator/signals/health",
 )
 COLUMNS = 120

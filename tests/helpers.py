@@ -62,23 +62,6 @@ def make_test_mesh(
   return jax.make_mesh(sizes, MESH_AXES, devices=jax.devices()[: math.prod(sizes)])
 
 
-class Lent:
-  """What a test's loop lends to a supervisor: what it was told last."""
-
-  def __init__(self, again=None, ahead=None):
-    self.last, self.next = again, ahead
-
-  def position(self):
-    return {}
-
-  def again(self):
-    return self.last
-
-  def ahead(self, saved=None):
-    del saved
-    return self.next
-
-
 def tiny_config(changes: dict[str, Any] | None = None) -> Config:
   """A resolved config of a two-layer model, with some settings (by dotted name) changed."""
   config, changes = base_config(), changes or {}

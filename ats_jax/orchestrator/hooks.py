@@ -9,9 +9,7 @@ A config file is Python, so it is the place to register one, without touching th
     if look.health.level == "critical":
       send_mail(look.step, look.health.causes)
 
-  @hooks.register
-  def decay_less_in_the_end(look: hooks.Look) -> actions.Action | None:
-    return actions.SetWeightDecay(0.5) if look.step == 9000 else None
+  hooks.at(9000, actions.SetWeightDecay(0.5))
 """
 
 from collections.abc import Callable
@@ -28,19 +26,21 @@ class Look(NamedTuple):
 
   Attributes:
     step: the newest step; those of the reading are an interval older.
+    since: the step of the look before, or the one from which the run was resumed.
     reading: what was seen.
     health: how that is.
     judgement: what was concluded; its decisions are applied before hooks are called.
   """
 
   step: int
+  since: int
   reading: Reading
   health: Health
   judgement: Judgement
 
 
 class Try(NamedTuple):
-  """An action to be done only if it wins a paired branch (`orchestrator.branch_steps`).
+  """An action to be done only if it wins a comparison with the run's own next steps.
 
   Attributes:
     action: on the state, not the settings.
@@ -56,11 +56,19 @@ _registered: list[Hook] = []
 def register(hook: Hook) -> Hook:
   """Have `hook` called at each look, in every process; what it raises ends the run.
 
-  An action that it returns, the same in every process, is done at one of the next looks, judged
-  and, if it did harm, undone (docs/guides/orchestrator.md).
+  An action that it returns, the same in every process, is done at one of the next looks that find
+  nothing wrong (docs/guides/orchestrator.md).
   """
   _registered.append(hook)
   return hook
+
+
+def at(step: int, wanted: Action | Try) -> Hook:
+  """Ask for something once, at the first look at `step` or later; a resumed run does not repeat it.
+
+  Looks are at multiples of `orchestrator.check_interval`, and before checkpoints.
+  """
+  return register(lambda look: wanted if look.since < step <= look.step else None)
 
 
 def unregister(hook: Hook) -> None:

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from ats_jax.data.batch import POSITION
 from ats_jax.orchestrator.signals.interval import RowsRead
-from ats_jax.orchestrator.trials.paired import NextUpdates, Update
+from ats_jax.orchestrator.trials.compare import NextUpdates
 
 
 class Loop(Protocol):
@@ -15,12 +15,8 @@ class Loop(Protocol):
     """The loop's part of a checkpoint's `extra`: without the state and the supervisor's `saved`."""
     ...
 
-  def again(self) -> Update:
-    """A function that makes the last update again, from another state."""
-    ...
-
   def ahead(self, saved: Mapping[str, Any] | None = None) -> NextUpdates:
-    """Functions that make the next updates; the loop will read their batches again.
+    """Functions that make updates and lend their batches, which the loop reads all the same.
 
     Args:
       saved: what `position` returned; the updates are those after it. None = now.

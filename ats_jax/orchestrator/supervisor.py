@@ -6,8 +6,7 @@ checkpoint, where the loop waits anyway, is everything read.
 """
 
 import dataclasses
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import jax
@@ -23,11 +22,12 @@ from ats_jax.model.decoder import Decoder
 from ats_jax.model.forward_pass import Pass
 from ats_jax.model.param import trainable
 from ats_jax.orchestrator import hooks
-from ats_jax.orchestrator.actions.base import Action, Settings, carry_out
-from ats_jax.orchestrator.policy.decide import Interval, Terms, Tried, decide
-from ats_jax.orchestrator.policy.growth import TRIAL_LOOKS
+from ats_jax.orchestrator.actions.base import Settings, carry_out
+from ats_jax.orchestrator.constants import LEAST_MARGIN, SPAN_LOOKS
+from ats_jax.orchestrator.policy.decide import Compared, Interval, Terms, decide
 from ats_jax.orchestrator.policy.requests import Ready, Requests
 from ats_jax.orchestrator.policy.state import Decision, Judgement, PolicyState, Request
+from ats_jax.orchestrator.policy.triggers import HOOK
 from ats_jax.orchestrator.ports import Loop, rows_read
 from ats_jax.orchestrator.record.influence import bounded_steps, cost_of_lost_steps
 from ats_jax.orchestrator.record.ledger import check_agreement
@@ -40,12 +40,18 @@ from ats_jax.orchestrator.signals.interval import (
   Pending,
   RowsRead,
   Sums,
-  probe_loss,
+  probe_sums,
   sum_up,
 )
 from ats_jax.orchestrator.signals.probe import Probe
-from ats_jax.orchestrator.trials.paired import NextUpdates, ReplayedUpdates, look_ahead, look_back
-from ats_jax.orchestrator.trials.snapshots import COPIES, COPIES_OF_AGAIN, Snapshots, local_bytes
+from ats_jax.orchestrator.trials.arms import Proposal
+from ats_jax.orchestrator.trials.compare import Comparison, Means
+from ats_jax.orchestrator.trials.snapshots import (
+  COPIES,
+  COPIES_OF_COMPARISON,
+  Snapshots,
+  local_bytes,
+)
 from ats_jax.step import tensors
 from ats_jax.step.program import Program
 from ats_jax.step.schedule import learning_rate
@@ -68,7 +74,7 @@ class Supervisor(Watcher):
     wants_checkpoint: whether an action needs a checkpoint now.
     wants_restart: whether the run is to be reopened from the checkpoint just saved, as an action
       changed its settings.
-    replayed: number of steps that were made again to try an action.
+    made_again: updates that comparisons have made, in this process.
   """
 
   def __init__(
@@ -82,6 +88,7 @@ class Supervisor(Watcher):
     snapshots: Snapshots | None = None,
     loop: Loop | None = None,
     schedule: Schedule | None = learning_rate,
+    domains: Sequence[str] = (),
   ):
     """Set up the supervisor of a run; `start` begins.
 
@@ -94,16 +101,17 @@ class Supervisor(Watcher):
       restore: returns the last checkpoint, for a rollback without snapshots.
       totals: returns the time of this process by what it was spent on (`Clock`).
       snapshots: keeps states in host memory and outlives the supervisor; None = it makes its own.
-      loop: the training loop, which makes updates again; without it no action is tried ahead.
+      loop: the training loop, which makes updates again; without it nothing is compared.
       schedule: returns the learning rate that a step must report; None = it is not checked.
+      domains: of each part of `probe` the name of its kind of text.
     """
     self.policy, self.decisions = PolicyState(), list[tuple[int, Decision]]()
     self.wants_checkpoint = self.wants_restart = False
     self._requests = Requests(program.cfg)
     self._settings = dict[str, tuple[Any, Any]]()  # name -> first value, value now
-    self.replayed = 0
+    self.made_again = 0
     self._program, self._cfg = program, program.cfg.orchestrator
-    self._probe = None if probe is None else Probe(probe)
+    self._probe = None if probe is None else Probe(probe, domains)
     self._names: tuple[str, ...] = ()  # of the step's metrics, as they came with the last
     self._terms = Terms.of(program.cfg)
     self._teller = Teller(ledger, write)
@@ -116,10 +124,11 @@ class Supervisor(Watcher):
     self._pending: Pending | None = None
     self._clock, self._restored_step = Clock(totals), -1
     self._laps, self._readings = list[dict[str, float]](), 0
-    self._tries: Action | None = None  # what is to be tried when the next steps begin
-    self._again: ReplayedUpdates | None = None
-    self._has_room = False  # for what making steps again keeps
-    self._past: Action | None = None  # what is to be tried on all steps so far
+    self._proposal: Proposal | None = None  # of the last look
+    self._comparison: Comparison | None = None
+    self._span = SPAN_LOOKS * self._cfg.check_interval
+    self._changed_step = 0  # after which something else than a step changed the state
+    self._looked_step = 0  # of the last look
     self._snapshots = snapshots or Snapshots.of(self._cfg)
 
   @property
@@ -138,15 +147,19 @@ class Supervisor(Watcher):
     Raises:
       ValueError: if the probe holds no token.
     """
+    self._changed_step = self._looked_step = step
     if saved and SAVED in saved:
       self.policy = PolicyState.from_json(saved[SAVED])
       self._requests = Requests(self._program.cfg, saved.get(WAITING, ()))
       self._settings = {name: (was, now) for name, (was, now) in saved.get(CHANGES, {}).items()}
     if step:
       self._teller.note("resumed_from", step)
+    has_room = self._snapshots.fits(state, COPIES_OF_COMPARISON)
+    able = self.acts and has_room and self._loop is not None and self._probe is not None
+    self._terms = self._terms._replace(compares=able)
+    facts = {name: x for name, x in self._terms._asdict().items() if name != "cfg"}
     self._teller.note(
-      "start", step, settings=dataclasses.asdict(self._cfg),
-      warmup=self._terms.warmup, capacity=self._terms.capacity,
+      "start", step, settings=dataclasses.asdict(self._cfg), **facts,
       accum_steps=self._program.cfg.step.accum_steps,
     )  # fmt: skip
     self._tensors = tensors.names(self._program.cfg, trainable(state.model))
@@ -160,15 +173,14 @@ class Supervisor(Watcher):
         step, state, {**(saved or {}), **self._position(), **self._remembered()}
       )
       self._snapshots.keeps_first = step == 0
-      self._has_room = self._snapshots.fits(state, COPIES_OF_AGAIN)
       gb = COPIES * local_bytes(state) / 2**30
       where = f"snapshots in host memory, {gb:.3g} GB" if self._snapshots.good else (
-        f"the last checkpoint and tries nothing: snapshots would take {gb:.3g} GB of host memory, "
+        f"the last checkpoint, compares nothing: snapshots would take {gb:.3g} GB of host memory, "
         f"and orchestrator.snapshot_gb={self._cfg.snapshot_gb:g}"
       )  # fmt: skip
       logging.info("orchestrator: rolls back to %s", where)
-      if self._snapshots.good and not self._has_room:
-        logging.info("orchestrator: tries no steps twice, which takes five snapshots' memory")
+      if self._snapshots.good and not has_room:
+        logging.info("orchestrator: compares nothing, which takes five snapshots' memory")
 
   def follow(self, program: Program, step: int, state: TrainState) -> None:
     """Score the probe with `program` from update `step` on; compiles the scoring.
@@ -202,17 +214,18 @@ class Supervisor(Watcher):
     if self._experts is not None:
       start_copy(metrics.layers["moe/load"])
       self._loads.append(metrics.layers["moe/load"])
-    if self._again is not None and self._loop is not None:
-      self._again.add(self._loop.again(), metrics)
+    if self._comparison is not None:
+      self._comparison.metrics.append(metrics)
     if step % self._cfg.check_interval:
       return state
     if self._pending is not None:
       state = self._look(step, state, self._pending)
     self._pending = self._interval(step, state)
-    if self._loop is not None:
-      state = self._try_again(step, state)
-      state = self._try_past(step, state)
-    if self.acts and step > self.policy.acted_step:
+    if self._comparison is not None and step >= self._comparison.first + self._span:
+      state = self._end_comparison(step, state)
+    elif self._proposal is not None:
+      self._compare(step, state)
+    if self.acts and step > self.policy.acted_step and self._comparison is None:
       self._snapshots.offer(step, state, {**self._position(), **self._remembered()})
     return state
 
@@ -243,8 +256,8 @@ class Supervisor(Watcher):
       state = self._look(step, state, pending, pause=True)
     if self._restored_step != step:  # else `metrics` are of the state that was replaced
       check_finite(step, metrics)
-    if self._loop is not None and self._may_try(step):
-      state = self._try_ahead(step, state, self._loop.ahead())
+    if self._comparison is not None and step == self._terms.num_steps:
+      state = self._end_comparison(step, state)
     return state
 
   def saved(self) -> dict[str, Any]:
@@ -288,8 +301,10 @@ class Supervisor(Watcher):
   ) -> TrainState:
     """Conclude from an interval, act, and record both."""
     rows = np.stack(jax.device_get(interval.rows))
-    probe = None if interval.probe is None else probe_loss(interval.probe)
-    reading = sum_up(self._names, interval.step, rows, probe, self._tensors)
+    held = None
+    if self._probe is not None and interval.probe is not None:
+      held = self._probe.losses(interval.probe)
+    reading = sum_up(self._names, interval.step, rows, held, self._tensors)
     reading = reading._replace(faults=self._faults(interval, rows))
     if self._probe is not None:
       reading = reading._replace(rules=dataclasses.astuple(interval.rules))
@@ -297,45 +312,40 @@ class Supervisor(Watcher):
       reading = reading._replace(starved=self._experts.starved(jax.device_get(interval.loads)))
     ready = self._ready(step, state, pause=pause)
     request = None if ready is None else ready.request
-    seen = Interval(reading, pause, request)
+    seen = Interval(reading, request)
     self.policy, judgement = decide(self._terms, self.policy, seen, step)
-    check_agreement(self.policy, reading, judgement.decisions, self._requests.to_json())
+    check_agreement(self.policy, reading._asdict(), judgement, self._requests.to_json())
     self._laps = [*self._laps, interval.host][-REMEMBERED_LOOKS:]
-    self._readings += probe is not None
+    self._readings += held is not None
     further = far_probe(reading) if self._readings in COMPARED else ()
     health = health_of(reading.means, reading.nonfinite, judgement.finding, self._laps, further)
     self._teller.note(
       "check", step, reading=reading._asdict(), stale=judgement.stale, health=health._asdict(),
-      host=interval.host, pause=pause, request=None if request is None else request.to_json(),
+      host=interval.host, request=None if request is None else request.to_json(),
     )  # fmt: skip
-    if judgement.outcome is not None:
-      self._teller.outcome(step, judgement.outcome)
     if (left := bounded_steps(self._names, interval.step, rows)) is not None:
       self._teller.bounded(step, left, interval.read, self._program.cfg.data.batch_size)
     if not judgement.stale:
       self._teller.health(health)
       if not judgement.good:
         self._snapshots.reject()
-      elif probe is not None or self._probe is None:  # not by the training loss alone
+      elif held is not None or self._probe is None:  # not by the training loss alone
         self._snapshots.confirm(reading.first)
     for decision in judgement.decisions:
-      if ready is not None and decision.action is ready.request.action:
-        del self._requests.waiting[ready.place]
       self.decisions.append((step, decision))
       state = self._carry_out(step, state, decision)
-    self._tries = judgement.tries if self._has_room else None
-    self._past = judgement.past or self._past  # a pause may look twice
-    is_odd = judgement.finding is not None and judgement.finding.cause == "data"
-    if judgement.decisions or (judgement.finding and not is_odd):
-      self._again = None
-    self._snapshots.keeps_first &= not (self.policy.started or self.policy.latched)
-    self._teller.metrics(step, reading, judgement, self.policy, health)
+    self._proposal = judgement.proposal or self._proposal  # a pause may look twice
+    if ready is not None and _takes_up(judgement, ready.request):
+      del self._requests.waiting[ready.place]
+    self._snapshots.keeps_first &= self.policy.start is not None or self._proposal is not None
+    self._teller.metrics(step, reading, self.policy, health)
     is_over = step >= self._program.cfg.num_steps
     if judgement.asks is not None and not self._requests.waiting and not is_over:
       self._requests.add(judgement.asks, step)
-    for asked in hooks.call(hooks.Look(step, reading, health, judgement)):
+    since, self._looked_step = self._looked_step, step
+    for asked in hooks.call(hooks.Look(step, since, reading, health, judgement)):
       is_try = isinstance(asked, hooks.Try)
-      self._requests.add(Request(asked.action, "trial") if is_try else Request(asked), step)
+      self._requests.add(Request(asked.action, "branch") if is_try else Request(asked), step)
     return state
 
   def _faults(self, interval: Pending, rows: np.ndarray) -> tuple[Fault, ...]:
@@ -372,6 +382,10 @@ class Supervisor(Watcher):
     action.check(self._program.cfg)
     action.tell(self, step, decision.reason)
     changed = carry_out(action, state, self._program.cfg, saved)
+    self._changed_step = step
+    if self._comparison is not None:
+      self._teller.given_up(step, self._comparison.first, f"{action} comes before it")
+      self._comparison = None
     if saved is not None:
       self._restored_step = step
     if self._experts is not None and action.edits:
@@ -387,94 +401,75 @@ class Supervisor(Watcher):
         self._settings[name] = (began, now)
     self.wants_checkpoint = self.wants_restart = True
 
-  def _may_try(self, step: int) -> bool:
-    """Whether there is time and peace for a branch."""
-    policy, is_over = self.policy, step == self._program.cfg.num_steps
-    healthy = policy.healthy > 0 and policy.trial is None and not policy.latched
-    able = self._cfg.branch_steps > 0 and self._probe is not None and self._snapshots.good
-    has_won = any(request.cause == "branch" for request in self._requests.waiting)
-    return bool(able) and healthy and not (is_over or has_won or self.wants_restart)
+  def _compare(self, step: int, state: TrainState) -> None:
+    """Begin a comparison: the run's own next steps are its first arm."""
+    proposal, self._proposal = self._proposal, None
+    is_over = step >= self._terms.num_steps or self.wants_restart or self._comparison is not None
+    if proposal is None or self._loop is None or self._probe is None or is_over:
+      return
+    self._snapshots.reject()  # makes room for where the run is now
+    held = self._probe.losses(self._scorer(self._program.rules(step))(state.model))
+    self._teller.opened(step, proposal)
+    self._comparison = Comparison(step, state, proposal, self._position(), held)
 
-  def _try_ahead(self, step: int, state: TrainState, ahead: NextUpdates) -> TrainState:
-    """Try what a hook wants tried, on the batches that come next; ask for it if it wins."""
-    ready = self._requests.ready(self.policy, state, step, pause=True, trial=True)
-    if ready is None:
+  def _end_comparison(self, step: int, state: TrainState) -> TrainState:
+    """Make the other arms, and go on with the best."""
+    comparison, self._comparison = self._comparison, None
+    assert comparison is not None, "one is open"
+    means = self._means(step, comparison)
+    if means is None:
+      self._teller.given_up(step, comparison.first, "the model has other rules by now")
       return state
-    del self._requests.waiting[ready.place]
-    if ready.refusal:
-      self._teller.refused(step, ready)
-      return state
-    action, rules = ready.request.action, self._program.rules(step)
-    state, effect = look_ahead(self._program.cfg, state, action, ahead, self._scorer(rules))
-    judgement = self._decide_trial(step, Tried(action, effect, again=False), first=step)
-    if judgement.asks is not None:
-      self._requests.add(judgement.asks, step)
-    return state
-
-  def _try_again(self, step: int, state: TrainState) -> TrainState:
-    """Begin to record the steps of a trial, or make recorded steps again with its action."""
-    pending, again = self._pending, self._again
-    assert pending is not None, "no interval ends here"
-    if again is None:
-      if self._tries is not None and self._probe is not None:
-        self._again = ReplayedUpdates(step, state, self._tries, pending.probe, pending.rules)
-        self._tries = None
-      return state
-    if again.rules != pending.rules:
-      self._again = None  # the probe's losses at start and end are of two models
-      return state
-    if step < again.first + TRIAL_LOOKS * self._cfg.check_interval:
-      return state
-    self._again = None
-    left, other, effect = again.make(self._program.cfg, state, self._scorer(again.rules))
-    self.replayed += step - again.first
-    self._clock.lap(step - again.first)  # or its time would count as slow training
-    judgement = self._decide_trial(step, Tried(again.action, effect, again=True), again.first)
+    ended = comparison.end(step, state, means)
+    compared = Compared(comparison.proposal, ended.waiting, ended.scores, ended.made)
+    self.made_again += ended.made
+    self._clock.lap(max(ended.made, 1))  # or its time would count as slow training
+    self._teller.comparison(step, comparison.first, compared)
+    self.policy, judgement = decide(self._terms, self.policy, compared, step)
+    check_agreement(self.policy, compared.waiting._asdict(), judgement)
     if not judgement.decisions:
-      del other  # there is memory for one
-      return left.resume()
+      return ended.state
     self._snapshots.reject()
-    return self._go_on(step, other, judgement)
-
-  def _go_on(self, step: int, other: TrainState, judgement: Judgement) -> TrainState:
-    assert self._pending is not None, "no interval ends here"
-    self._pending = self._pending._replace(probe=None)  # it was of the arm that lost
+    self._restored_step = self._changed_step = step
+    if self._pending is not None:
+      self._pending = self._pending._replace(probe=None)  # it was of the arm that lost
+    if self._experts is not None:
+      self._experts = OpenExperts(self._program.cfg, ended.state)
     for decision in judgement.decisions:
       self.decisions.append((step, decision))
-      other = self._carry_out(step, other, decision)
-    return other
+      came_to = {}
+      if decision.action.needs_saved:
+        lost = cost_of_lost_steps(self._program.cfg, step - (ended.origin or 0), self._laps)
+        came_to = {"to": ended.origin, "lost": lost}
+      self._teller.decision(step, decision, came_to, applied=True)
+    return ended.state
 
-  def _try_past(self, step: int, state: TrainState) -> TrainState:
-    """Make all steps of the run again with an action, and go on with the better outcome."""
-    action, self._past, ring = self._past, None, self._snapshots
-    if action is None or self._loop is None or self._probe is None or not self.acts:
-      return state
-    start, program, rules = ring.first, self._program, self._program.rules(step)
-    same = program.training_rules(1) == program.training_rules(step) and program.rules(0) == rules
-    if start is None or not same:
-      logging.info("orchestrator: the first steps are gone, or another model's: not made again")
-      return state
-    ring.reject()  # makes room for where the run is now
-    past = self._loop.ahead(json.loads(start.saved))
-    probe = self._scorer(rules)
-    left, other, effect = look_back(program.cfg, step, state, start, action, past, probe)
-    self.replayed += step
-    self._clock.lap(step)
-    judgement = self._decide_trial(step, Tried(action, effect, again=True), first=0)
-    if not judgement.decisions:
-      del other  # there is memory for one
-      return left.resume()
-    ring.return_to(start)
-    self._again = None  # began with the arm that lost
-    return self._go_on(step, other, judgement)
+  def _means(self, step: int, comparison: Comparison) -> Means | None:
+    """What the arms of a comparison are made with; None if the model has changed its rules."""
+    ring, program, loop, probe = self._snapshots, self._program, self._loop, self._probe
+    assert loop is not None and probe is not None, "or it would not have begun"
+    rules, trains = program.rules(step), program.training_rules(step)
+    same = lambda at: program.training_rules(at + 1) == trains and program.rules(at) == rules
+    if not same(comparison.first):
+      return None
+    usable = lambda snapshot: snapshot if snapshot is not None and same(snapshot.step) else None
+    good = usable(ring.back(0))
 
-  def _decide_trial(self, step: int, tried: Tried, first: int) -> Judgement:
-    """Record a trial's effect, and let the policy decide what follows."""
-    self._teller.trial(step, first, tried.action, tried.effect, again=tried.again)
-    self.policy, judgement = decide(self._terms, self.policy, tried, step)
-    won = bool(judgement.decisions or judgement.asks)
-    logging.info("orchestrator: that %s", "won" if won else "lost")
-    return judgement
+    def seen(model: Decoder, batch: Batch) -> tuple[float, float]:
+      return probe_sums(Probe(batch).score(program, model, rules))
+
+    return Means(
+      cfg=program.cfg,
+      ahead=loop.ahead,
+      held=lambda model: probe.losses(probe.score(program, model, rules)),
+      seen=seen,
+      good=good,
+      older=usable(ring.back(1)),
+      first=usable(ring.first),
+      unchanged=good is not None and self._changed_step <= good.step,
+      exact=program.device.platform == "cpu" or program.cfg.precision.deterministic,
+      margin=LEAST_MARGIN,
+    )
 
   def earlier(self, back: int) -> tuple[int, TrainState] | None:
     """The newest good state but `back`, and the step that made it; else the last checkpoint's."""
@@ -482,3 +477,10 @@ class Supervisor(Watcher):
       return snapshot.step, snapshot.resume()
     restored = None if self._restore is None else self._restore()
     return None if restored is None else restored[:2]
+
+
+def _takes_up(judgement: Judgement, request: Request) -> bool:
+  """Whether what a hook asked for is done or compared now, and need not wait any more."""
+  if request.cause == "branch":
+    return judgement.proposal is not None and judgement.proposal.trigger == HOOK
+  return any(decision.action is request.action for decision in judgement.decisions)

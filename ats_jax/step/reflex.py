@@ -30,12 +30,7 @@ HELD_RATE_GROWTH = 1.002  # how fast it rises in a step whose rate is held
 # The loss.
 LOSS_FLOOR = 0.02  # least std of the loss, in nats
 LOSS_FLOOR_SHARE = 0.0025  # least std of the loss, as a share of its mean
-SURPRISE_SIGMAS = 6.0  # a higher loss may be skipped
-BUCKET_REFILL = 0.005  # batches to skip that each step gives back: 5 in 1,000
-# Page's CUSUM of the loss (1954, Biometrika 41), in sigmas.
-CUSUM_SLACK = 1.0  # subtracted from each sample
-CUSUM_MIN_STEP = -4.0  # a sample counts as at least this
-CUSUM_MAX_STEP = 8.0  # a sample counts as at most this
+SURPRISE_SIGMAS = 6.0  # a higher loss is reported as surprising
 
 
 class Tracker(NamedTuple):
@@ -102,8 +97,6 @@ class Reflex(NamedTuple):
     written: uint32 [tensors], checksums of the weights that the last step wrote.
     knows: bool, whether `written` is valid: no other code has written weights since.
     updates: int32, the number of updates, which the optimizer counts too.
-    bucket: float32, about how many batches were skipped lately; at `control.bucket` no more are.
-    cusum: float32, evidence that the loss has risen.
     broken: int32, consecutive steps with a loss or gradient that is not finite.
     held: int32, consecutive steps whose learning rate was held.
   """
@@ -114,8 +107,6 @@ class Reflex(NamedTuple):
   written: jax.Array
   knows: jax.Array
   updates: jax.Array
-  bucket: jax.Array
-  cusum: jax.Array
   broken: jax.Array
   held: jax.Array
 
@@ -125,7 +116,7 @@ class Reflex(NamedTuple):
     zero, none = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32)
     written = jnp.zeros((tensors,), jnp.uint32)
     trackers = Tracker.new(tensors), zero, Tracker.new()
-    return cls(*trackers, written, jnp.asarray(False), none, zero, zero, none, none)
+    return cls(*trackers, written, jnp.asarray(False), none, none, none)
 
   def allow_rate(self, rate: jax.Array) -> "Reflex":
     """Accept a requested learning rate: it will not be held for being higher than earlier ones."""
@@ -139,21 +130,19 @@ class Control(NamedTuple):
   Attributes:
     armed: bool; False = the reflex measures and does not act.
     lr_scale: float32, multiplies the learning rate.
-    bucket: float32, how many batches may be skipped for their loss; 0 unless shown to help.
     decay_scale: float32, multiplies the weight decay.
     expert_dropout: float32, probability that an expert takes no part in a step.
   """
 
   armed: jax.Array
   lr_scale: jax.Array
-  bucket: jax.Array
   decay_scale: jax.Array
   expert_dropout: jax.Array
 
   @classmethod
   def new(cls, *, armed: bool) -> "Control":
-    """At the start: learning rate and decay as configured, all batches, all experts."""
-    scalars = (jnp.asarray(x, jnp.float32) for x in (1.0, 0.0, 1.0, 0.0))
+    """At the start: learning rate and decay as configured, all experts."""
+    scalars = (jnp.asarray(x, jnp.float32) for x in (1.0, 1.0, 0.0))
     return cls(jnp.asarray(armed), *scalars)
 
 
@@ -191,8 +180,7 @@ def judge(
   """
   finite = jnp.isfinite(loss) & jnp.all(jnp.isfinite(squares))
   z_loss = reflex.loss.z(loss, loss_floor(reflex))
-  may_skip = reflex.bucket + 1.0 <= control.bucket
-  accept = ~control.armed | (finite & ~((z_loss > SURPRISE_SIGMAS) & may_skip))
+  accept = ~control.armed | finite
   log_norms = _log_norm(squares)
   z_grad = reflex.grads.z(log_norms, GRADIENT_FLOOR)
   most = reflex.grads.mean + GRADIENT_SIGMAS * reflex.grads.std(GRADIENT_FLOOR)
@@ -222,8 +210,6 @@ def advance(
   """Update the trackers and counters with a step; arguments as in `judge`. `written` stays."""
   streak = lambda old, happened: jnp.where(happened, old + 1, 0)
   is_held = verdict.rate_scale < 1.0
-  left_out = verdict.finite & ~verdict.accept
-  step = jnp.clip(verdict.z_loss, CUSUM_MIN_STEP, CUSUM_MAX_STEP) - CUSUM_SLACK
   # A rate that is held does not become the highest by being asked for.
   growth = jnp.where(is_held, HELD_RATE_GROWTH, RATE_GROWTH)
   growth = jnp.where(reflex.loss.seen < WARMUP_SAMPLES, jnp.inf, growth)
@@ -233,10 +219,6 @@ def advance(
     rate=jnp.clip(rate, reflex.rate, most),
     loss=reflex.loss.add(loss, loss_floor(reflex), memory=0.98, reach=CLIP_SIGMAS),
     updates=reflex.updates + verdict.accept,
-    bucket=jnp.where(
-      left_out, reflex.bucket + 1.0, jnp.maximum(reflex.bucket - BUCKET_REFILL, 0.0)
-    ),
-    cusum=jnp.where(verdict.finite, jnp.maximum(reflex.cusum + step, 0.0), reflex.cusum),
     broken=streak(reflex.broken, ~verdict.finite),
     held=streak(reflex.held, is_held),
   )

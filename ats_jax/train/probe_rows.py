@@ -17,27 +17,27 @@ from ats_jax.sharding.mesh import local_rows, to_global
 
 def probe_feed(
   cfg: Config, eval_sets: Sequence[EvalSet], train_set: TrainRows
-) -> dict[str, jax.Array]:
+) -> tuple[dict[str, jax.Array], tuple[str, ...]]:
   """The orchestrator's probe on the mesh: blocks from all over every evaluation set.
 
   They are not of the rows that evaluation reports, where a set has enough others. Without any set
   they are of the training rows.
 
   Returns:
-    A batch [parts, rows, seq], a part of which takes no more memory than one of an evaluation.
+    A batch [parts, rows, seq], a part of which takes no more memory than one of an evaluation; and
+    of each part the name of its set, "main" for the validation split.
   """
-  mesh = jax.sharding.get_mesh()
-  parts, rows = _probe_shape(cfg, num_shards("batch"))
-  sets = [(held_out.prefix, held_out.dataset) for held_out in eval_sets] or [("", train_set)]
-  shares = np.diff(np.linspace(0, parts * rows, len(sets) + 1).astype(int))
+  mesh, block_len = jax.sharding.get_mesh(), min(SHORT, cfg.data.seq_len)
+  count = num_blocks(cfg, block_len)
+  sets = [(each.name or "main", each.prefix, each.dataset) for each in eval_sets]
+  sets = sets[:count] or [("main", "", train_set)]
+  parts, rows = _shape_of_each(cfg, -(-count // len(sets)), block_len, num_shards("batch"))
   blocks, shared = [], []
-  for (prefix, dataset), count in zip(sets, shares.tolist(), strict=True):
-    if not count:  # there are more sets than blocks
-      continue
+  for _, prefix, dataset in sets:
     reported = (
       (cfg.eval.num_batches * cfg.data.batch_size or dataset.info.num_rows) if eval_sets else 0
     )
-    some, apart = sample_blocks(dataset, count, reported)
+    some, apart = sample_blocks(dataset, parts * rows, reported)
     blocks.append(some)
     shared += [] if apart else [f"{prefix}loss"]
   if shared and eval_sets:
@@ -47,17 +47,17 @@ def probe_feed(
       "apart.", ", ".join(shared),
     )  # fmt: skip
   stacked = {name: np.concatenate([block[name] for block in blocks]) for name in blocks[0]}
-  local = local_rows(mesh, rows)
-  return to_global(
-    {name: x.reshape(parts, rows, -1)[:, local] for name, x in stacked.items()}, mesh
-  )
+  local, shape = local_rows(mesh, rows), (len(sets) * parts, rows, -1)
+  batch = to_global({name: x.reshape(shape)[:, local] for name, x in stacked.items()}, mesh)
+  return batch, tuple(name for name, _, _ in sets for _ in range(parts))
 
 
-def _probe_shape(cfg: Config, shards: int) -> tuple[int, int]:
-  """Parts, and rows of each: a multiple of `shards`, no more tokens than a micro-batch."""
-  seq_len = cfg.data.seq_len
-  tokens = cfg.data.batch_size // cfg.step.accum_steps * seq_len
-  block_len = min(SHORT, seq_len)
-  most, blocks = tokens // block_len // shards * shards, num_blocks(cfg, block_len)
-  parts = -(-blocks // most)
-  return parts, -(-blocks // (parts * shards)) * shards
+def _shape_of_each(cfg: Config, count: int, block_len: int, shards: int) -> tuple[int, int]:
+  """Parts of a set of `count` blocks, and rows of each: a multiple of `shards`.
+
+  No part has more tokens than a micro-batch.
+  """
+  tokens = cfg.data.batch_size // cfg.step.accum_steps * cfg.data.seq_len
+  most = tokens // block_len // shards * shards
+  parts = -(-count // most)
+  return parts, -(-count // (parts * shards)) * shards

@@ -9,7 +9,7 @@ import jax
 from ats_jax.checkpoint import abstract_like, workdir
 from ats_jax.data.batch import POSITION
 from ats_jax.orchestrator.supervisor import Supervisor
-from ats_jax.orchestrator.trials.paired import NextUpdates, Update
+from ats_jax.orchestrator.trials.compare import NextUpdates
 from ats_jax.orchestrator.trials.snapshots import Snapshots
 from ats_jax.train.feed import training_batches
 from ats_jax.train.probe_rows import probe_feed
@@ -19,15 +19,17 @@ from ats_jax.train.run import Run
 def open_supervisor(run: Run, snapshots: Snapshots) -> Supervisor:
   """A supervisor with a probe that is not trained on; `start` begins."""
   abstract = abstract_like(run.program.init(abstract=True), jax.sharding.get_mesh())
+  probe, domains = probe_feed(run.cfg, run.eval_sets, run.train_set)
   return Supervisor(
     run.program,
-    probe_feed(run.cfg, run.eval_sets, run.train_set),
+    probe,
     run.folder / workdir.DECISIONS,
     run.writer.write_scalars,
     lambda: run.checkpoints.restore_latest(abstract),
     run.goodput.summary,
     snapshots,
     SupervisedLoop(run),
+    domains=domains,
   )
 
 
@@ -40,12 +42,6 @@ class SupervisedLoop:
   def position(self) -> dict[str, Any]:
     """The loop's part of a checkpoint's `extra`."""
     return self.run.position()
-
-  def again(self) -> Update:
-    """A function that makes the last update again, from another state."""
-    train_step, batch = self.run.last_update()
-    marked = self.run.goodput.marking(train_step)
-    return lambda state: marked(state, batch)
 
   def ahead(self, saved: Mapping[str, Any] | None = None) -> NextUpdates:
     """Functions that make the updates after `saved`, or the next ones, on their batches."""

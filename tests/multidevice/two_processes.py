@@ -28,7 +28,7 @@ from ats_jax.config import base_config, from_config_dict
 from ats_jax.config.identity import RunIdentity
 from ats_jax.config.schema import CheckpointConfig
 from ats_jax.orchestrator.actions import Rollback
-from ats_jax.orchestrator.policy.state import Decision, PolicyState
+from ats_jax.orchestrator.policy.state import Decision, Judgement, PolicyState
 from ats_jax.orchestrator.record.ledger import check_agreement
 from ats_jax.sharding.mesh import local_rows, make_mesh, on_mesh, to_global
 from ats_jax.sharding.rules import current_plan
@@ -91,14 +91,14 @@ def agreement(rank: int, folder: Path, say: Say) -> None:
   del folder
   from readings import reading
 
-  one = Decision(0, Rollback(), "state", 1.0, "")
-  decisions = one, Decision(0, Rollback(1), "state", 1.0, "")
+  seen = lambda **changes: reading(0, **changes)._asdict()
+  judgements = [Judgement(decisions=(Decision(0, Rollback(back), "state", ""),)) for back in (0, 1)]
   cases = {
-    "same": (PolicyState(reference=2.0), reading(0), decisions[:1]),
-    "memory": (PolicyState(reference=2.0 + 1e-12 * rank), reading(0), ()),
-    "reading": (PolicyState(), reading(0, probe=2.0 + 1e-12 * rank), ()),
-    "decision": (PolicyState(), reading(0), decisions[rank : rank + 1]),
-    "same again": (PolicyState(), reading(0, probe=float("nan")), ()),
+    "same": (PolicyState(best_rate=2.0), seen(), judgements[0]),
+    "memory": (PolicyState(best_rate=2.0 + 1e-12 * rank), seen(), Judgement()),
+    "reading": (PolicyState(), seen(probe=2.0 + 1e-12 * rank), Judgement()),
+    "decision": (PolicyState(), seen(), judgements[rank]),
+    "same again": (PolicyState(), seen(probe=float("nan")), Judgement()),
   }
   for name, case in cases.items():
     try:

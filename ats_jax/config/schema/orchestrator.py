@@ -21,13 +21,6 @@ class OrchestratorConfig:
     choices=("off", "observe", "act"),
   )
   check_interval: int = setting(100, "updates between two looks of the supervisor", low=1)
-  confidence: float = setting(
-    0.75,
-    "probability that a fault is there and an action helps, from which on it acts",
-    low=0.0,
-    high=1.0,
-    resume="free",
-  )
   probe_share: float = setting(
     0.001,
     "share of the compute that scoring held-out text at each look may take; that text has at most "
@@ -46,24 +39,25 @@ class OrchestratorConfig:
   snapshot_gb: float = setting(
     64.0,
     "host memory of a process that three snapshots may take; past it, or with 0, a rollback goes "
-    "to the last checkpoint; what is tried by making steps again needs room for five",
+    "to the last checkpoint; comparisons need room for five",
     unit="GiB",
     low=0.0,
     resume="free",
     needs=when("orchestrator.mode", "act"),
   )
-  branch_steps: int = setting(
-    0,
-    "updates of an arm of a paired branch, eight of which are trained ahead at a checkpoint before "
-    "what a hook wants tried is done; 0 = nothing is tried",
-    low=0,
+  compare_share: float = setting(
+    0.25,
+    "updates that comparisons may make beside the run's own, as a share of num_steps; 0 = nothing "
+    "is compared, and only what is certain is mended",
+    low=0.0,
+    high=1.0,
     resume="free",
     needs=when("orchestrator.mode", "act"),
   )
   raise_learning_rate: bool = setting(
     False,
-    "try higher learning rates on branches from a snapshot, and keep one that wins; a try takes "
-    "the time of two intervals and the host memory of two snapshots",
+    "compare higher learning rates with the schedule's, and keep one that wins; a comparison takes "
+    "the time of two intervals",
     resume="free",
     needs=when("orchestrator.mode", "act"),
   )

@@ -10,11 +10,10 @@ from ats_jax.orchestrator.actions.experts import (
   ScaleTemperature,
   SetPenalty,
 )
-from ats_jax.orchestrator.actions.loop import CorrectStep, Rollback, SaveCheckpoint, Stop
+from ats_jax.orchestrator.actions.loop import CorrectStep, Repeat, Rollback, SaveCheckpoint, Stop
 from ats_jax.orchestrator.actions.scalars import (
   SetExpertDropout,
   SetLearningRateScale,
-  SetSkips,
   SetWeightDecay,
 )
 from ats_jax.orchestrator.actions.settings import ChangeSettings, decay_now, grow_batch
@@ -29,13 +28,13 @@ __all__ = [
   "PruneExpert",
   "RecycleExpert",
   "ReopenExpert",
+  "Repeat",
   "Rollback",
   "SaveCheckpoint",
   "ScaleTemperature",
   "SetExpertDropout",
   "SetLearningRateScale",
   "SetPenalty",
-  "SetSkips",
   "SetWeightDecay",
   "Stop",
   "decay_now",

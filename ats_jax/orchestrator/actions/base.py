@@ -1,7 +1,7 @@
 """The base class of actions. An action answers every question about itself.
 
-Code that checks, carries out, judges, records or describes actions calls their methods; there is no
-list of kinds anywhere. A subclass registers under its name, so that a ledger can be read back.
+Code that checks, carries out, compares, records or describes actions calls their methods; there is
+no list of kinds anywhere. A subclass registers under its name, so that a ledger can be read back.
 docs/guides/orchestrator.md shows how to add one.
 """
 
@@ -13,7 +13,6 @@ import jax.numpy as jnp
 
 from ats_jax.config.names import flatten
 from ats_jax.config.schema import Config
-from ats_jax.orchestrator.signals.interval import Reading
 from ats_jax.step.state import TrainState
 
 Settings = tuple[tuple[str, Any], ...]
@@ -73,32 +72,34 @@ class Action:
 
   Attributes:
     words: what it does, with its fields in braces.
-    prior: Beta(helped, did not): how often it is assumed to help before this run has tried it.
-    cooldown: looks until the policy may do the same kind again.
-    judged: whether its effect is measured, and undone if it did harm.
-    exact: it leaves the loss as it is, so that later changes of the loss are mostly noise.
     edits: weights are edited, so that a rollback takes it back too.
     at_pause: done only where the loop waits anyway, as before a checkpoint.
     can_be_tried: it can be compared on the same next steps, with and without it.
     needs_saved: it replaces the state by an earlier one.
+    replays: the batches since that state are trained on again, and not passed over.
     needs: a setting without which it does nothing.
   """
 
   words: ClassVar[str]
-  prior: ClassVar[tuple[float, float]] = (1.0, 0.0)
-  cooldown: ClassVar[int] = 0
-  judged: ClassVar[bool] = True
-  exact: ClassVar[bool] = False
   edits: ClassVar[bool] = False
   at_pause: ClassVar[bool] = False
   can_be_tried: ClassVar[bool] = True
   needs_saved: ClassVar[bool] = False
+  replays: ClassVar[bool] = False
   needs: ClassVar[str] = ""
 
   def __init_subclass__(cls, *, abstract: bool = False) -> None:
     """Register the class under its name, unless it is only a base of others."""
     if not abstract:
       KINDS[cls.__name__] = cls
+
+  @property
+  def begins(self) -> str:
+    """The state with which its arm of a comparison begins.
+
+    "here", or an earlier one: "good", "older" or "first" (`trials.compare.Means`).
+    """
+    return "here"
 
   @property
   def can_be_asked_for(self) -> bool:
@@ -148,10 +149,6 @@ class Action:
     del cfg, saved
     return state
 
-  def undo(self) -> "Action | None":
-    """The action that takes it back; None if nothing can."""
-    return None
-
   def remember[M: Memory](self, policy: M, step: int, *, wanted: bool) -> M:
     """What the policy knows once it is done at `step`.
 
@@ -163,17 +160,8 @@ class Action:
     del step, wanted
     return policy
 
-  def retract[M: Memory](self, policy: M) -> M:
-    """What the policy knows once a requested action has done harm."""
-    return policy
-
-  def worked(self, reading: Reading) -> bool:
-    """Whether a look shows that it had its intended effect, whatever the loss does."""
-    del reading
-    return False
-
   def narrate(self, row: Mapping[str, Any]) -> str:
-    """Describe it, after "decision 3: "; `row` is its line of the ledger, with the outcome."""
+    """Describe it, after "decision 3: "; `row` is its line of the ledger."""
     del row
     return self.words.format(**dataclasses.asdict(self))
 

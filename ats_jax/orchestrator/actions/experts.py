@@ -14,7 +14,6 @@ from ats_jax.orchestrator.actions.expert_view import (
   find_layer,
   view_experts,
 )
-from ats_jax.orchestrator.signals.interval import Reading
 from ats_jax.step.optimizers import build_optimizer
 from ats_jax.step.optimizers.base import Optimizer
 from ats_jax.step.state import TrainState
@@ -74,9 +73,6 @@ class RecycleExpert(ExpertEdit):
   The model computes the same function but for the tokens of the closed one.
   """
 
-  prior = (7.2, 0.8)
-  cooldown = 10
-  exact = True
   words = "closes expert {expert} of layer {layer} and splits the busiest into its place"
 
   def _resolve(self, cfg: Config, view: ExpertView) -> Self:
@@ -87,14 +83,6 @@ class RecycleExpert(ExpertEdit):
     source = view.check_recycle(cfg, self.expert)
     state = surgery.prune(state, *at, self.expert, view.twin[self.expert])
     return surgery.split(state, *at, self.layer, source, self.expert, _optimizer(cfg).codecs)
-
-  def undo(self) -> Action:
-    """Close the fresh half: the split one is whole again."""
-    return PruneExpert(self.layer, self.expert)
-
-  def worked(self, reading: Reading) -> bool:
-    """The expert gets tokens."""
-    return (self.layer, self.expert) not in reading.starved
 
 
 class PruneExpert(ExpertEdit):
@@ -109,10 +97,6 @@ class PruneExpert(ExpertEdit):
   def _edit(self, state: TrainState, at: StackIndex, cfg: Config, view: ExpertView) -> TrainState:
     return surgery.prune(state, *at, self.expert, view.twin[self.expert])
 
-  def undo(self) -> Action:
-    """Open it again."""
-    return ReopenExpert(self.layer, self.expert)
-
 
 class ReopenExpert(ExpertEdit):
   """Use a closed expert with the weights that it has."""
@@ -126,10 +110,6 @@ class ReopenExpert(ExpertEdit):
   def _edit(self, state: TrainState, at: StackIndex, cfg: Config, view: ExpertView) -> TrainState:
     optimizer = _optimizer(cfg)
     return surgery.reopen(state, *at, self.expert, optimizer.squares, optimizer.codecs)
-
-  def undo(self) -> Action:
-    """Close it."""
-    return PruneExpert(self.layer, self.expert)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,10 +134,6 @@ class AddExpert(LayerEdit):
 
   def _edit(self, state: TrainState, at: StackIndex, cfg: Config, view: ExpertView) -> TrainState:
     return surgery.split(state, *at, self.layer, self.expert, self.slot, _optimizer(cfg).codecs)
-
-  def undo(self) -> Action:
-    """Close the new half: the other is whole again."""
-    return PruneExpert(self.layer, self.slot)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,11 +165,6 @@ class SetPenalty(ExpertEdit):
   def _edit(self, state: TrainState, at: StackIndex, cfg: Config, view: ExpertView) -> TrainState:
     twin = view.twin[self.expert]
     return surgery.release(state, *at, self.expert, twin, self.penalty)
-
-  def undo(self) -> Action | None:
-    """Set it back, while they are a pair."""
-    back = dataclasses.replace(self, penalty=self.before, before=self.penalty)
-    return back if self.penalty > 0.0 else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,7 +218,3 @@ class ScaleTemperature(Action):
   def apply(self, state: TrainState, cfg: Config, saved: TrainState | None = None) -> TrainState:
     """Divide."""
     return surgery.temper(state, self.by)
-
-  def undo(self) -> Action:
-    """Divide by the inverse."""
-    return ScaleTemperature(1.0 / self.by)

@@ -4,46 +4,64 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from ats_jax.config.schema import Config
 from ats_jax.orchestrator.actions.base import Action, Host, Memory
+from ats_jax.step.reflex import Control
 from ats_jax.step.state import TrainState
+
+
+def as_of(
+  earlier: TrainState, step: int, control: Control | None, rate: jax.Array | None
+) -> TrainState:
+  """An earlier state as one to go on from after `step` updates.
+
+  Its step is the host's count of batches consumed, because the count in a state may be corrupt.
+
+  Args:
+    earlier: what was found good.
+    step: updates done.
+    control: the scalars that were set since.
+    rate: the highest learning rate so far, which is not held.
+  """
+  earlier = dataclasses.replace(earlier, step=jnp.full_like(earlier.step, step), control=control)
+  if earlier.reflex is None or rate is None:
+    return earlier
+  return dataclasses.replace(earlier, reflex=earlier.reflex.allow_rate(rate))
 
 
 @dataclasses.dataclass(frozen=True)
 class Rollback(Action):
   """Take weights, moments and statistics from a snapshot; the data is not rewound.
 
-  Nothing undoes it: what it leaves was found bad.
+  The batches since the snapshot are thus left out.
 
   Attributes:
     back: 0 for the newest snapshot that was found good, 1 for the one before it.
   """
 
-  prior = (7.2, 0.8)
-  cooldown = 3
   edits = True
   can_be_tried = False
   needs_saved = True
 
   back: int = 0
 
+  @property
+  def begins(self) -> str:
+    """The newest good state, or the one before it."""
+    return "older" if self.back else "good"
+
   def find(
     self, host: Host, step: int, state: TrainState
   ) -> tuple[TrainState | None, dict[str, Any]]:
-    """A good earlier state, with the scalars of `state` and its limit on the rate.
-
-    Its step is the host's count of batches consumed, because the count in `state` may be corrupt.
-    """
+    """A good earlier state, with the scalars of `state` and its limit on the rate."""
     if (snapshot := host.earlier(self.back)) is None:
       return None, {}
     to, earlier = snapshot
-    batches = jnp.full_like(state.step, step)
-    earlier = dataclasses.replace(earlier, step=batches, control=state.control)
-    if earlier.reflex is not None and state.reflex is not None:
-      earlier = dataclasses.replace(earlier, reflex=earlier.reflex.allow_rate(state.reflex.rate))
-    return earlier, {"to": to}
+    rate = None if state.reflex is None else state.reflex.rate
+    return as_of(earlier, step, state.control, rate), {"to": to}
 
   def apply(self, state: TrainState, cfg: Config, saved: TrainState | None = None) -> TrainState:
     """Return the state that `find` gave."""
@@ -65,6 +83,44 @@ class Rollback(Action):
 
 
 @dataclasses.dataclass(frozen=True)
+class Repeat(Action):
+  """Make the steps since a snapshot again, on the same batches.
+
+  Where that leads elsewhere though nothing else was done, the machine computed wrongly in one of
+  the two, and the steps made again are the repair.
+
+  Attributes:
+    from_start: since the first state, not since the newest that was found good.
+  """
+
+  edits = True
+  can_be_tried = False
+  needs_saved = True
+  replays = True
+
+  from_start: bool = False
+
+  @property
+  def begins(self) -> str:
+    """The newest good state, or the first."""
+    return "first" if self.from_start else "good"
+
+  @property
+  def can_be_asked_for(self) -> bool:
+    """Hooks may not: only a comparison makes steps again."""
+    return False
+
+  def remember[M: Memory](self, policy: M, step: int, *, wanted: bool) -> M:
+    """Ignore steps before it: they say nothing about this state."""
+    return policy._replace(acted_step=step)
+
+  def narrate(self, row: Mapping[str, Any]) -> str:
+    """Say from where on, once known."""
+    since = f"{row['to']:,}" if "to" in row else "the last good state"
+    return f"makes the steps from {since} on again"
+
+
+@dataclasses.dataclass(frozen=True)
 class CorrectStep(Action):
   """Set the count of updates in the state, which the schedule goes by, to that of the loop.
 
@@ -73,7 +129,6 @@ class CorrectStep(Action):
   """
 
   words = "sets the state's count of updates to {step:,}"
-  judged = False
   can_be_tried = False
 
   step: int
@@ -97,7 +152,6 @@ class SaveCheckpoint(Action):
   """Save a checkpoint now, whatever `checkpoint.every_steps` says."""
 
   words = "saves a checkpoint"
-  judged = False
   can_be_tried = False
 
   def tell(self, host: Host, step: int, reason: str) -> None:
@@ -114,7 +168,7 @@ class Stop(Action):
   """
 
   words = "stops the run"
-  judged = False
+  can_be_tried = False
 
   advice: str = (
     "Lower optimizer.learning_rate, or look at the data (python -m ats_jax data stats). No "

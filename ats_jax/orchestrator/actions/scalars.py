@@ -51,11 +51,6 @@ class Scalar(Action, abstract=True):
     array = jnp.full_like(getattr(state.control, self.scalar), self.value)
     return dataclasses.replace(state, control=state.control._replace(**{self.scalar: array}))
 
-  def undo(self) -> Action:
-    """Set it back."""
-    value, before = dataclasses.astuple(self)
-    return self._of(before, value)
-
   def remember[M: Memory](self, policy: M, step: int, *, wanted: bool) -> M:
     """Note the new value in the policy."""
     return policy._replace(control={**policy.control, self.scalar: self.value})
@@ -71,12 +66,10 @@ class SetLearningRateScale(Scalar):
 
   Attributes:
     scale: at most 32. The policy raises the rate above the schedule's only after the higher rate
-      has won a paired trial (`policy/growth.py`), never in an emergency.
+      has won a comparison (`policy/triggers.py`), never in an emergency.
     before: the value before the action.
   """
 
-  prior = (6.8, 1.2)
-  cooldown = 5
   scalar, called, least, most = "lr_scale", "the learning rate's scale", 1e-6, 32.0
   words = "learning rate times {scale:.3g} of the schedule's ({before:.3g} before)"
 
@@ -97,32 +90,6 @@ class SetLearningRateScale(Scalar):
     """A requested rate is the one that recovery returns to after an emergency cut."""
     policy = super().remember(policy, step, wanted=wanted)
     return policy._replace(lr_wanted=self.scale) if wanted else policy
-
-  def retract[M: Memory](self, policy: M) -> M:
-    """Let recovery return to the rate before."""
-    return policy._replace(lr_wanted=self.before)
-
-
-@dataclasses.dataclass(frozen=True)
-class SetSkips(Scalar):
-  """Let the reflex leave out batches whose loss surprises, up to `bucket` of them at once.
-
-  With 5 and what the reflex gives back of it (`BUCKET_REFILL`), 1 % of 1,000 steps at most. The
-  action is judged before it is done, on the same batches with and without (`policy/rates.py`).
-
-  Attributes:
-    bucket: at most 5; 0 = all that is finite is trained on.
-    before: the value before the action.
-  """
-
-  prior = (7.2, 0.8)
-  cooldown = 1
-  judged = False
-  scalar, called, least, most = "bucket", "the number of batches to leave out", 0.0, 5.0
-  words = "up to {bucket:g} surprising batches may be left out at once ({before:g} before)"
-
-  bucket: float
-  before: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -78,10 +78,6 @@ class ChangeSettings(Action):
     """Only the loop can."""
     host.restart_with(self.settings, self.before)
 
-  def undo(self) -> Action:
-    """Change them back."""
-    return ChangeSettings(self.before, self.settings)
-
   def narrate(self, row: Mapping[str, Any]) -> str:
     """Each of them."""
     were = dict(self.before)

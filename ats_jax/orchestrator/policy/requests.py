@@ -47,11 +47,11 @@ class Requests:
       ValueError: if this run can never do it.
     """
     action = request.action
-    if request.cause == "trial":
-      if not self._cfg.orchestrator.branch_steps:
-        raise ValueError(f"{action} is to win a branch first, but orchestrator.branch_steps=0.")
+    if request.cause == "branch":
+      if self._cfg.orchestrator.mode != "act":
+        raise ValueError(f"{action} is to be compared, which needs orchestrator.mode=act.")
       if not action.can_be_tried:
-        raise ValueError(f"{action} cannot be tried on a branch. Ask for it without.")
+        raise ValueError(f"{action} cannot be compared on the next steps. Ask for it without Try.")
     if not action.can_be_asked_for:
       raise ValueError(f"{action} is not for hooks to ask for.")
     action.check(self._cfg, step)
@@ -62,7 +62,7 @@ class Requests:
       self.waiting.append(request)
 
   def ready(
-    self, policy: PolicyState, state: TrainState, step: int, *, pause: bool, trial: bool = False
+    self, policy: PolicyState, state: TrainState, step: int, *, pause: bool
   ) -> Ready | None:
     """The first whose turn it is.
 
@@ -71,12 +71,9 @@ class Requests:
       state: says which experts there are; read at a pause only.
       step: now.
       pause: whether the loop waits anyway, as before a checkpoint.
-      trial: of those that are to be tried, or else of the others.
     """
     for place, request in enumerate(self.waiting):
-      if trial is not (request.cause == "trial"):
-        continue
-      if pause or not request.action.at_pause:
+      if pause or request.cause == "branch" or not request.action.at_pause:
         try:
           request.action.check(self._cfg, step)
           action = request.action.fill(Now(self._cfg, step, policy, state))

@@ -1,4 +1,4 @@
-"""`decisions.jsonl`: what was seen, what was done, what that changed. Append-only.
+"""`decisions.jsonl`: what was seen, what was compared, what was done. Append-only.
 
 One JSON object a line, each with "v" (version of the format), "kind" and "step":
 
@@ -6,10 +6,10 @@ One JSON object a line, each with "v" (version of the format), "kind" and "step"
   resumed_from the run goes on from this step: lines of later steps before it no longer count
   check        a look: the reading, the health report, what a hook asks for
   bounded      steps of an interval that were left out or shrunk, their tokens and rows
-  trial        an action that was tried, ahead or on the steps since `first` again; the effect
+  comparison   what was compared since `first`, where each arm ended, updates that it took
+  given_up     a comparison under way that was dropped, and why
   refused      what a hook asked for and is not possible, and why
-  decision     id, action and its fields, cause, confidence, reason, applied, and what it came to
-  outcome      id, verdict, before and after (nats above the reference)
+  decision     id, action and its fields, cause, reason, applied, and what it came to
 
 Numbers that are not finite are the strings "nan", "inf" and "-inf".
 """
@@ -27,15 +27,17 @@ from jax.experimental import multihost_utils
 
 from ats_jax.config.schema import OrchestratorConfig
 from ats_jax.orchestrator.actions import Action, from_json
-from ats_jax.orchestrator.policy.decide import Interval, Terms, Tried, decide
-from ats_jax.orchestrator.policy.state import Decision, PolicyState, Request
+from ats_jax.orchestrator.policy.decide import Compared, Interval, Terms, decide
+from ats_jax.orchestrator.policy.state import Decision, Judgement, PolicyState, Request
 from ats_jax.orchestrator.signals.interval import Fault, Reading
-from ats_jax.orchestrator.trials.paired import Effect
+from ats_jax.orchestrator.trials.arms import Proposal, Score
 from ats_jax.store import paths
 from ats_jax.store.paths import Log, Path
 
-VERSION = 3
-KINDS = ("start", "resumed_from", "check", "bounded", "trial", "refused", "decision", "outcome")
+VERSION = 4
+KINDS = (
+  "start", "resumed_from", "check", "bounded", "comparison", "given_up", "refused", "decision"
+)  # fmt: skip
 
 
 class LedgerLine(dict[str, Any]):
@@ -133,8 +135,8 @@ def decisions(path: Path) -> list[tuple[int, Decision]]:
   for row in read_lines(path):
     if row["kind"] == "decision":
       with reading(path, row.number):
-        rest = (row["cause"], row["confidence"], row["reason"])
-        made.append((row["step"], Decision(row["id"], action_of(row), *rest)))
+        decision = Decision(row["id"], action_of(row), row["cause"], row["reason"])
+        made.append((row["step"], decision))
   return made
 
 
@@ -149,20 +151,21 @@ def replay(path: Path) -> list[tuple[int, Decision]]:
   for row in read_lines(path):
     with reading(path, row.number):
       if row["kind"] == "start":
-        terms = Terms(OrchestratorConfig(**row["settings"]), row["warmup"], row["capacity"])
-      elif row["kind"] in ("check", "trial"):
+        facts = {name: row[name] for name in Terms._fields if name != "cfg"}
+        terms = Terms(OrchestratorConfig(**row["settings"]), **facts)
+      elif row["kind"] in ("check", "comparison"):
         policy, judgement = decide(terms, policy, _seen(row), row["step"])
         made += [(row["step"], decision) for decision in judgement.decisions]
   return made
 
 
-def _seen(row: Mapping[str, Any]) -> Interval | Tried:
+def _seen(row: Mapping[str, Any]) -> Interval | Compared:
   """What `decide` was told."""
-  if row["kind"] == "check":
-    asked = row["request"]
-    request = None if asked is None else Request.from_json(asked)
-    return Interval(decode(row["reading"]), row["pause"], request)
-  return Tried(action_of(row), effect_of(row), row["again"])
+  if row["kind"] == "comparison":
+    return compared(row)
+  asked = row["request"]
+  request = None if asked is None else Request.from_json(asked)
+  return Interval(decode(row["reading"]), request)
 
 
 def action_of(row: Mapping[str, Any]) -> Action:
@@ -170,9 +173,11 @@ def action_of(row: Mapping[str, Any]) -> Action:
   return from_json({"action": row["action"], **row["fields"]})
 
 
-def effect_of(row: Mapping[str, Any]) -> Effect:
-  """What a trial came to."""
-  return Effect(*(float(row[name]) for name in Effect._fields))
+def compared(row: Mapping[str, Any]) -> Compared:
+  """What came of a comparison."""
+  scores = tuple(None if score is None else Score.from_json(score) for score in row["scores"])
+  waiting = Score.from_json(row["waiting"])
+  return Compared(Proposal.from_json(row["proposal"]), waiting, scores, row["made"])
 
 
 def encode(value: Any) -> Any:
@@ -189,10 +194,11 @@ def encode(value: Any) -> Any:
 def decode(fields: Mapping[str, Any]) -> Reading:
   """The reading that `encode` wrote."""
   number = lambda x: float(x) if isinstance(x, str) else x
-  unquoted = ("means", "tensor")
+  unquoted = ("means", "held", "tensor")
   values: dict[str, Any] = {name: number(x) for name, x in fields.items() if name not in unquoted}
   values["tensor"] = fields["tensor"]
-  values["means"] = {name: number(x) for name, x in fields["means"].items()}
+  for name in ("means", "held"):
+    values[name] = {key: number(x) for key, x in fields[name].items()}
   values["starved"] = tuple((layer, expert) for layer, expert in fields["starved"])
   values["rules"] = tuple(fields["rules"])
   values["faults"] = tuple(Fault(*parts) for parts in fields["faults"])
@@ -201,16 +207,16 @@ def decode(fields: Mapping[str, Any]) -> Reading:
 
 def check_agreement(
   policy: PolicyState,
-  reading: Reading,
-  decisions: tuple[Decision, ...],
+  seen: Mapping[str, Any],
+  judgement: Judgement,
   waiting: Sequence[Mapping[str, Any]] = (),
 ) -> None:
   """Do all processes see, remember and decide the same? Called before anything is done.
 
   Args:
     policy: its state.
-    reading: what it looked at.
-    decisions: what it wants done.
+    seen: what it looked at, as JSON values.
+    judgement: what it concluded.
     waiting: requests, as JSON values.
 
   Raises:
@@ -218,13 +224,13 @@ def check_agreement(
   """
   if jax.process_count() == 1:
     return
-  acts = [decision.action.to_json() for decision in decisions]
-  known = json.dumps([policy.to_json(), reading._asdict(), acts, waiting], sort_keys=True)
+  acts = [decision.action.to_json() for decision in judgement.decisions]
+  proposal = judgement.proposal and judgement.proposal.to_json()
+  known = json.dumps([policy.to_json(), seen, acts, proposal, waiting], sort_keys=True)
   digest = np.frombuffer(hashlib.sha256(known.encode()).digest()[:8], np.uint32)
   if len(np.unique(multihost_utils.process_allgather(digest), axis=0)) > 1:
     raise RuntimeError(
-      f"processes see or decide differently at look {policy.checks}, of steps {reading.first} to "
-      f"{reading.step}; nothing was done. A device computes wrongly, programs or library versions "
-      "differ, or a hook asks for something in one process only. Restart the job from the last "
-      "checkpoint on machines with one environment."
+      f"processes see or decide differently at look {policy.looks}; nothing was done. A device "
+      "computes wrongly, programs or library versions differ, or a hook asks for something in one "
+      "process only. Restart the job from the last checkpoint on machines with one environment."
     )

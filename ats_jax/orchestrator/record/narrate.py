@@ -1,6 +1,5 @@
 """A ledger in plain words."""
 
-import math
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -12,13 +11,13 @@ from ats_jax.store.paths import Path
 
 
 def tell(path: Path) -> list[str]:
-  """Lines that say what the orchestrator saw, what it did, and what that changed.
+  """Lines that say what the orchestrator saw, what it compared, and what it did.
 
   Raises:
     ValueError: if a line of the ledger cannot be read; names it.
   """
   lines, level, look = [], LEVELS[0], ""
-  levels, verdicts, carried_out = Counter[str](), Counter[str](), Counter[bool]()
+  levels, carried_out = Counter[str](), Counter[bool]()
   bounded: list[ledger.LedgerLine] = []
   for row in ledger.read_lines(path):
     with ledger.reading(path, row.number):
@@ -39,12 +38,9 @@ def tell(path: Path) -> list[str]:
           if advice := row["fields"].get("advice"):
             lines.append(_line(row, f"what to do: {advice}"))
           carried_out[bool(row["applied"])] += 1
-        case "outcome":
-          lines.append(_line(row, _effect(row)))
-          verdicts[row["verdict"]] += 1
         case _:
           lines.append(_line(row, _event(row)))
-  return [*lines, *recurring_batches(bounded), *_summary(levels, verdicts, carried_out, look)]
+  return [*lines, *recurring_batches(bounded), *_summary(levels, carried_out, look)]
 
 
 def _event(row: Mapping[str, Any]) -> str:
@@ -56,8 +52,10 @@ def _event(row: Mapping[str, Any]) -> str:
       return f"begins: {looks}; {row['accum_steps']} micro-batches an update"
     case "resumed_from":
       return "resumed from here; what came after is not part of the run"
-    case "trial":
-      return _trial(row)
+    case "comparison":
+      return _comparison(row)
+    case "given_up":
+      return f"drops the comparison since step {row['first']:,}: {row['reason']}"
     case "refused":
       return f"does not do what a hook asked for: {row['reason']}"
     case kind:
@@ -74,40 +72,31 @@ def _deed(row: Mapping[str, Any]) -> str:
 
 
 def _because(row: Mapping[str, Any]) -> str:
-  if row["cause"] in ("recovery", "harm", "request", "branch"):
+  if row["cause"] in ("recovery", "request"):
     return f"{row['cause']}: {row['reason']}"
-  return f"the {row['cause']} (confidence {row['confidence']:.2f}): {row['reason']}"
+  return f"the {row['cause']}: {row['reason']}"
 
 
-def _trial(row: Mapping[str, Any]) -> str:
-  effect = ledger.effect_of(row)
-  if not row["again"]:
-    change = f"{-effect.gain:+.3g} +- {effect.error:.2g} nats"
-    return f"tries {row['action']} on a branch: held-out loss {change}"
-  return (
-    f"makes the steps from {row['first']:,} on again, {ledger.action_of(row).narrate(row)}: "
-    f"held-out loss {effect.before:.4g}, then {effect.changed:.4g} instead of {effect.without:.4g}"
-  )
+def _comparison(row: Mapping[str, Any]) -> str:
+  """Where each arm ended, in held-out loss."""
+  seen = ledger.compared(row)
+  domains = seen.proposal.domains
+  ends = [f"going on {seen.waiting.loss(domains):.4g}"]
+  for arm, score in zip(seen.proposal.arms, seen.scores, strict=False):
+    where = "is the same" if score is None else f"{score.loss(domains):.4g}"
+    ends.append(f"{' and '.join(action.narrate({}) for action in arm.actions)}: {where}")
+  if not seen.scores:
+    ends.append("which mended itself")
+  since = f"since step {row['first']:,}, because of the {seen.proposal.trigger}"
+  return f"compares {since} ({seen.proposal.reason}). Held-out loss: {'; '.join(ends)}"
 
 
-def _effect(row: Mapping[str, Any]) -> str:
-  before, after = float(row["before"]), float(row["after"])
-  now = "cannot be compared now" if math.isnan(after) else f"is {after:+.3g}"
-  return (
-    f"decision {row['id']}: {row['verdict']}: held-out loss was {before:+.3g} nats from when all "
-    f"was well, and {now}"
-  )
-
-
-def _summary(
-  levels: Counter[str], verdicts: Counter[str], carried_out: Counter[bool], look: str
-) -> list[str]:
+def _summary(levels: Counter[str], carried_out: Counter[bool], look: str) -> list[str]:
   if not levels:
     return ["no look yet"]
   count = lambda counter: ", ".join(f"{n} {name}" for name, n in counter.most_common())
   return [
     f"{levels.total()} looks: {count(levels)}",
-    f"{carried_out.total()} decisions, {carried_out[True]} carried out"
-    + (f"; of those judged: {count(verdicts)}" if verdicts else ""),
+    f"{carried_out.total()} decisions, {carried_out[True]} carried out",
     f"last look: {look}",
   ]

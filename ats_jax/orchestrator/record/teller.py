@@ -3,7 +3,6 @@
 The ledger and the metrics have every look. The log has what changes.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,12 +10,13 @@ import jax
 from absl import logging
 
 from ats_jax.orchestrator.actions.base import Action
+from ats_jax.orchestrator.policy.decide import Compared
 from ats_jax.orchestrator.policy.requests import Ready
-from ats_jax.orchestrator.policy.state import Decision, Judgement, Outcome, PolicyState
+from ats_jax.orchestrator.policy.state import Decision, PolicyState
 from ats_jax.orchestrator.record.ledger import Ledger
 from ats_jax.orchestrator.signals.health import LEVELS, Health
 from ats_jax.orchestrator.signals.interval import Reading, RowsRead
-from ats_jax.orchestrator.trials.paired import Effect
+from ats_jax.orchestrator.trials.arms import Proposal, winner
 from ats_jax.store.paths import Path
 
 Write = Callable[[int, Mapping[str, float]], None]
@@ -65,28 +65,19 @@ class Teller:
       logging.info("health: %s: no more", name)
     self._said = now
 
-  def metrics(
-    self, step: int, reading: Reading, judgement: Judgement, policy: PolicyState, health: Health
-  ) -> None:
+  def metrics(self, step: int, reading: Reading, policy: PolicyState, health: Health) -> None:
     """What the metrics have of a look."""
     if self._write is None:
       return
-    seen = {} if math.isnan(reading.probe) else {"orchestrator/probe_loss": reading.probe}
+    names = {name: f"orchestrator/probe_loss{name and f'/{name}'}" for name in reading.held}
+    seen = {names[name]: loss for name, loss in reading.held.items()}
     self._write(step, {
       "orchestrator/health": LEVELS.index(health.level),
       "orchestrator/lr_scale": policy.lr_scale,
       "orchestrator/decisions": policy.decisions,
-      "orchestrator/confidence": judgement.finding.confidence if judgement.finding else 0.0,
+      "orchestrator/made_again": policy.made_again,
       **seen,
     })  # fmt: skip
-
-  def outcome(self, step: int, outcome: Outcome) -> None:
-    """What an action changed."""
-    self.note("outcome", step, **outcome._asdict())
-    logging.info(
-      "orchestrator: decision %d %s (held-out loss %+.4g, then %+.4g, from when all was well)",
-      outcome.id, outcome.verdict, outcome.before, outcome.after,
-    )  # fmt: skip
 
   def decision(
     self, step: int, decision: Decision, came_to: Mapping[str, Any], *, applied: bool
@@ -94,12 +85,12 @@ class Teller:
     """What is done, or would be."""
     self.note(
       "decision", step, decision.action, id=decision.id, cause=decision.cause,
-      confidence=decision.confidence, reason=decision.reason, applied=applied, **came_to,
+      reason=decision.reason, applied=applied, **came_to,
     )  # fmt: skip
     logging.warning(
-      "orchestrator: step %d: %s%s%s: %s (%s, confidence %.2f)", step, decision.action,
+      "orchestrator: step %d: %s%s%s: %s (%s)", step, decision.action,
       "".join(f" {k}={v}" for k, v in came_to.items()), "" if applied else " (not applied)",
-      decision.reason, decision.cause, decision.confidence,
+      decision.reason, decision.cause,
     )  # fmt: skip
 
   def refused(self, step: int, ready: Ready) -> None:
@@ -107,9 +98,25 @@ class Teller:
     self.note("refused", step, ready.request.action, reason=ready.refusal)
     logging.warning("orchestrator: what a hook asked for is not possible: %s", ready.refusal)
 
-  def trial(self, step: int, first: int, action: Action, effect: Effect, *, again: bool) -> None:
-    """What came of a trial."""
-    self.note("trial", step, action, again=again, first=first, **effect._asdict())
-    logging.info(
-      "orchestrator: step %d: tried %s on the steps from %d on: %s", step, action, first, effect
-    )
+  def opened(self, step: int, proposal: Proposal) -> None:
+    """A comparison begins."""
+    logging.warning(
+      "orchestrator: step %d: %s: %s; compares %s with going on", step, proposal.trigger,
+      proposal.reason, ", ".join(" and ".join(map(str, arm.actions)) for arm in proposal.arms),
+    )  # fmt: skip
+
+  def given_up(self, step: int, first: int, reason: str) -> None:
+    """A comparison under way is dropped."""
+    self.note("given_up", step, first=first, reason=reason)
+    logging.info("orchestrator: step %d: drops the comparison since %d: %s", step, first, reason)
+
+  def comparison(self, step: int, first: int, compared: Compared) -> None:
+    """What came of a comparison."""
+    scores = [None if score is None else score._asdict() for score in compared.scores]
+    self.note(
+      "comparison", step, first=first, proposal=compared.proposal.to_json(),
+      waiting=compared.waiting._asdict(), scores=scores, made=compared.made,
+    )  # fmt: skip
+    place = winner(compared.proposal, compared.waiting, compared.scores)
+    won = "going on" if place is None else str(compared.proposal.arms[place].actions)
+    logging.warning("orchestrator: step %d: of what was compared, %s was best", step, won)

@@ -37,17 +37,15 @@ class Reading(NamedTuple):
     step: last step.
     loss: median over the steps in which it was finite; NaN if in none.
     recent_z: median sigmas of the loss in the last steps.
-    probe: loss on the probe with the weights after `step`; NaN if it is not known: it is not read
-      at each look, and there may be none.
-    sound: whether weights and the probe's loss are finite after `step`.
+    held: loss on held-out text (the probe) with the weights after `step`: domain -> nats per token,
+      "" is all of it; empty if it was not scored.
+    sound: whether weights and the held-out loss are finite after `step`.
     nonfinite: with a loss or gradient that was not finite.
     broken: number of such steps in a row at the end of the interval.
-    skipped: whose update was left out.
+    skipped: whose update was left out, as something was not finite.
     surprising: whose loss was far above what is usual.
     shrunk: in which a tensor's gradient was.
-    held: in a row at the end whose learning rate was held.
-    bucket: the reflex's, at the end.
-    cusum: the reflex's, at the end.
+    held_steps: in a row at the end whose learning rate was held.
     learning_rate: the schedule's rate at the end, without the policy's own factor.
     applied: learning rate, at the end.
     means: mean of every metric of the step, over the steps where it was finite.
@@ -63,16 +61,14 @@ class Reading(NamedTuple):
   step: int
   loss: float
   recent_z: float
-  probe: float
+  held: Mapping[str, float]
   sound: bool
   nonfinite: int
   broken: int
   skipped: int
   surprising: int
   shrunk: int
-  held: int
-  bucket: float
-  cusum: float
+  held_steps: int
   learning_rate: float
   applied: float
   means: Mapping[str, float]
@@ -82,6 +78,11 @@ class Reading(NamedTuple):
   tensor: str = ""
   miscounted: int = 0
   faults: tuple[Fault, ...] = ()
+
+  @property
+  def probe(self) -> float:
+    """Loss on all held-out text; NaN if it was not scored."""
+    return self.held.get("", float("nan"))
 
 
 class RowsRead(NamedTuple):
@@ -119,7 +120,7 @@ def sum_up(
   names: Sequence[str],
   last_step: int,
   rows: np.ndarray,
-  probe: float | None = None,
+  held: Mapping[str, float] | None = None,
   tensors: Sequence[str] = (),
 ) -> Reading:
   """Sum up an interval.
@@ -128,7 +129,7 @@ def sum_up(
     names: names of the columns: `StepMetrics.names` of a run with a reflex.
     last_step: step of the last row.
     rows: [steps, names], `StepMetrics.values` of consecutive steps.
-    probe: loss on the probe after the last step; None if it was not measured.
+    held: loss on held-out text after the last step, by domain; None if it was not measured.
     tensors: their names.
   """
   column = dict(zip(names, rows.T.astype(np.float64), strict=True))
@@ -139,16 +140,14 @@ def sum_up(
     step=last_step,
     loss=_median(column["train/loss"]),
     recent_z=_median(column["reflex/z_loss"][-RECENT:]),
-    probe=float("nan") if probe is None else probe,
-    sound=bool(weights_are_finite and (probe is None or np.isfinite(probe))),
+    held=held or {},
+    sound=bool(weights_are_finite and np.isfinite([*(held or {}).values()]).all()),
     nonfinite=int(np.sum(column["reflex/broken"] > 0)),
     broken=int(last["reflex/broken"]),
     skipped=int(np.sum(column["reflex/skipped"])),
     surprising=int(np.sum(column["reflex/z_loss"] > SURPRISE_SIGMAS)),
     shrunk=int(np.sum(column["reflex/grad_scale"] < 1.0)),
-    held=int(last["reflex/held"]),
-    bucket=last["reflex/bucket"],
-    cusum=last["reflex/cusum"],
+    held_steps=int(last["reflex/held"]),
     learning_rate=last["train/scheduled_rate"],
     applied=last["train/learning_rate"],
     means={name: _mean(values) for name, values in column.items()},
@@ -165,8 +164,14 @@ def _first_wrong(column: Mapping[str, np.ndarray], tensors: Sequence[str]) -> st
 
 def probe_loss(sums: Sums | np.ndarray) -> float:
   """Nats per token, of what eval steps return; waits for it."""
+  cross_entropy, tokens = probe_sums(sums)
+  return cross_entropy / tokens
+
+
+def probe_sums(sums: Sums | np.ndarray) -> tuple[float, float]:
+  """Sum of the cross-entropy and number of tokens, of what eval steps return; waits for it."""
   cross_entropy, _, tokens = _total(sums)
-  return float(cross_entropy / tokens)
+  return float(cross_entropy), float(tokens)
 
 
 def check_probe(sums: Sums) -> None:

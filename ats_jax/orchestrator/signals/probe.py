@@ -4,6 +4,7 @@ It is as large as its cost allows.
 """
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -44,9 +45,15 @@ class Probe:
     spread: of its loss when the same weights were scored three times at the start, nats.
   """
 
-  def __init__(self, batch: Batch):
-    """Take a batch [rows, seq], or [parts, rows, seq] of which one part at a time is scored."""
+  def __init__(self, batch: Batch, domains: Sequence[str] = ()):
+    """Take the text.
+
+    Args:
+      batch: [rows, seq], or [parts, rows, seq] of which one part at a time is scored.
+      domains: of each part the name of its kind of text; () = all is of one kind.
+    """
     self.spread, self._disagreed = 0.0, 0
+    self._domains = tuple(domains) if len(set(domains)) > 1 else ()
     self._parts = (batch,)
     if batch["tokens"].ndim == 3:
       parts = range(batch["tokens"].shape[0])
@@ -61,6 +68,13 @@ class Probe:
     sums = [self.score(program, model, rules) for _ in range(3)]
     check_probe(sums[0])
     self.spread = float(np.ptp([probe_loss(s) for s in sums]))
+
+  def losses(self, sums: Sums) -> dict[str, float]:
+    """Nats per token of what `score` returned, by domain; "" is all of it. Waits for it."""
+    parts = {"": sums}
+    for name in dict.fromkeys(self._domains):
+      parts[name] = tuple(x for x, of in zip(sums, self._domains, strict=True) if of == name)
+    return {name: probe_loss(some) for name, some in parts.items()}
 
   def disagreement(self, program: Program, first: Sums, second: Sums) -> tuple[Fault, ...]:
     """Whether two scores of the same weights differ by more than they may.

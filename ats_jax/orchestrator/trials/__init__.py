@@ -1,1 +1,1 @@
-"""Would it help? Paired trials from one state."""
+"""What would have come of other actions? Comparisons from one state."""

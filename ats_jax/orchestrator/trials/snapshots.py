@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import jax
@@ -11,7 +11,7 @@ from ats_jax.config.schema import OrchestratorConfig
 from ats_jax.step.state import TrainState
 
 COPIES = 3
-COPIES_OF_AGAIN = 2  # of steps made again: where the arms begin, and where the first ends
+COPIES_OF_COMPARISON = 2  # where the arms part and where the best ends; one of COPIES is not taken
 HOST = "pinned_host"
 
 
@@ -46,6 +46,10 @@ class Snapshot:
     """All of it, on the devices."""
     state = jax.device_put(self.arrays, self.shardings, may_alias=False)
     return dataclasses.replace(state, key=jax.random.wrap_key_data(state.key))
+
+  def some[T](self, pick: Callable[[Any], T]) -> T:
+    """What `pick` takes of the state, on the devices."""
+    return jax.device_put(pick(self.arrays), pick(self.shardings), may_alias=False)
 
   @classmethod
   def swap_out(cls, step: int, state: TrainState) -> "Snapshot":

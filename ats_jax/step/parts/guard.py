@@ -89,8 +89,6 @@ class Guard(Part):
       "reflex/shrunk_tensor": jnp.argmin(verdict.grad_scale),
       "reflex/rate_scale": verdict.rate_scale,
       "reflex/skipped": ~verdict.accept,
-      "reflex/bucket": after.bucket,
-      "reflex/cusum": after.cusum,
       "reflex/broken": after.broken,
       "reflex/held": after.held,
       "reflex/wrong": jnp.sum(wrong_T),

@@ -1,5 +1,6 @@
-"""Each action does what it says to the state, and can be taken back."""
+"""Each action does what it says to the state."""
 
+import contextlib
 import dataclasses
 import json
 
@@ -12,21 +13,16 @@ from helpers import make_test_mesh, micro_batches, random_rows
 
 from ats_jax.orchestrator.actions import (
   KINDS,
-  ChangeSettings,
-  PruneExpert,
-  ReopenExpert,
   Rollback,
-  SaveCheckpoint,
   ScaleTemperature,
   SetExpertDropout,
   SetLearningRateScale,
-  SetPenalty,
-  SetSkips,
   SetWeightDecay,
-  Stop,
   from_json,
 )
-from ats_jax.orchestrator.trials.paired import ReplayedUpdates
+from ats_jax.orchestrator.signals.interval import probe_loss
+from ats_jax.orchestrator.trials.arms import Arm, Proposal
+from ats_jax.orchestrator.trials.compare import Comparison, Means, NextUpdates
 from ats_jax.orchestrator.trials.snapshots import Snapshot
 from ats_jax.sharding.mesh import to_global
 from ats_jax.step.program import make_program
@@ -51,19 +47,15 @@ def assert_equal(got, want):
   ("action", "field", "value"),
   [
     (SetLearningRateScale(0.5, 1.0), "lr_scale", 0.5),
-    (SetSkips(5.0, 0.0), "bucket", 5.0),
     (SetWeightDecay(3.0, 1.0), "decay_scale", 3.0),
     (SetExpertDropout(0.25, 0.0), "expert_dropout", 0.25),
   ],
 )
-def test_scalars_are_set_and_set_back(state, action, field, value):
+def test_scalars_are_set_and_nothing_else(state, action, field, value):
   changed = action.apply(state, EXPERTS)
   assert float(getattr(changed.control, field)) == value
   same = dataclasses.replace(changed, control=state.control)
   assert_equal(same, state)
-  back = action.undo()
-  assert back is not None
-  assert_equal(back.apply(changed, EXPERTS), state)
 
 
 class Kept:
@@ -107,42 +99,26 @@ def test_a_program_compiled_for_eight_devices_takes_what_actions_and_trials_make
     batch = to_global(micro_batches(random_rows(CFG, 8), 1), mesh)
     snapshot = Snapshot.take(0, state)
     state, _ = step(SetLearningRateScale(0.5, 1.0).apply(state, CFG), batch)
-    state, _ = step(SetSkips(5.0, 0.0).apply(state, CFG), batch)
+    state, _ = step(SetWeightDecay(2.0, 1.0).apply(state, CFG), batch)
     state, _ = step(rolled_back(snapshot, 2, state), batch)
     assert int(state.step) == 3
-    assert float(state.control.lr_scale) == 0.5 and float(state.control.bucket) == 5.0
+    assert float(state.control.lr_scale) == 0.5 and float(state.control.decay_scale) == 2.0
 
-    # The last steps are made again with another rate.
+    # The next steps are made with another rate too.
     probe = to_global(random_rows(CFG, 8, seed=1), mesh)
-    look = lambda model: program.eval_step(model, probe, program.rules(1))
-    rerun = ReplayedUpdates(
-      3, state, SetLearningRateScale(3.0, 0.5), look(state.model), program.rules(1)
-    )
+    look = lambda model: {"": probe_loss(program.eval_step(model, probe, program.rules(1)))}
+    arm = Arm((SetLearningRateScale(3.0, 0.5),), "plateau", -100.0, None)
+    comparison = Comparison(3, state, Proposal("calm", "", (arm,)), {}, look(state.model))
     for _ in range(2):
-      again = lambda state: step(state, batch)
-      state, metrics = again(state)
-      rerun.add(again, metrics)
-    kept = np.asarray(state.model.embed.weight[...])
-    left, other, effect = rerun.make(CFG, state, look)
-    back = left.resume()
-    assert other.model.embed.weight[...].sharding == back.model.embed.weight[...].sharding
-    np.testing.assert_array_equal(back.model.embed.weight[...], kept)
-    assert int(other.step) == int(state.step) == 5 and effect.changed != effect.without
-    step(back, batch)
-
-
-def test_nothing_undoes_a_stop_or_a_rollback():
-  assert Stop().undo() is None
-  assert Rollback(back=1).undo() is None  # what it left was found bad
-  assert SaveCheckpoint().undo() is None
-  assert SetPenalty(1, 2, 0.0).undo() is None  # the pair is no more
-
-
-def test_settings_and_slots_are_changed_back():
-  prune = PruneExpert(1, 0)
-  assert prune.undo() == ReopenExpert(1, 0) and ReopenExpert(1, 0).undo() == prune
-  action = ChangeSettings((("num_steps", 9),), (("num_steps", 20),))
-  assert action.undo() == ChangeSettings((("num_steps", 20),), (("num_steps", 9),))
+      state, metrics = step(state, batch)
+      comparison.metrics.append(metrics)
+    sharding = state.model.embed.weight[...].sharding
+    ahead = lambda saved: NextUpdates(step, lambda: contextlib.nullcontext(iter([batch] * 2)))
+    means = Means(CFG, ahead, look, None, None, None, None, True, True, 0.0)
+    ended = comparison.end(5, state, means)
+    assert ended.state.model.embed.weight[...].sharding == sharding
+    assert int(ended.state.step) == 5 and float(ended.state.control.lr_scale) == 3.0
+    assert ended.scores[0].held != ended.waiting.held and ended.made == 2
 
 
 @pytest.mark.parametrize(
@@ -151,7 +127,6 @@ def test_settings_and_slots_are_changed_back():
     (SetLearningRateScale(0.0, 1.0), "scale is 0.0; it must be in"),
     (SetLearningRateScale(33.0, 1.0), "scale is 33"),
     (SetLearningRateScale(float("nan"), 1.0), "scale is nan"),
-    (SetSkips(6.0, 0.0), r"must be in \[0, 5\]"),
     (SetWeightDecay(-1.0), r"decay's scale is -1.0; it must be in \[0, 10\]"),
     (SetExpertDropout(0.6), r"dropout is 0.6; it must be in \[0, 0.5\]"),
     (SetExpertDropout(0.1), "with moe.num_experts=0"),

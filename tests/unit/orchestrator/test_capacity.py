@@ -9,14 +9,19 @@ from readings import HEALTHY, INTERVAL, reading
 
 from ats_jax.config.schema import OrchestratorConfig
 from ats_jax.orchestrator.actions import ChangeSettings
-from ats_jax.orchestrator.policy.decide import CROWDED_SHARE, Interval, Terms, decide
-from ats_jax.orchestrator.policy.growth import CROWDED_CHECKS as LOOKS
-from ats_jax.orchestrator.policy.growth import ROOMS, more_room
+from ats_jax.orchestrator.constants import CROWDED_LOOKS as LOOKS
+from ats_jax.orchestrator.constants import CROWDED_SHARE
+from ats_jax.orchestrator.policy.decide import Interval, Terms, decide
 from ats_jax.orchestrator.policy.state import PolicyState
+from ats_jax.orchestrator.policy.triggers import ROOMS, more_room
 from ats_jax.orchestrator.record import ledger
 from ats_jax.orchestrator.supervisor import Supervisor
 
 ACT = canonical.SUPERVISED | {"orchestrator.check_interval": 4}
+
+
+def crowded(looks):
+  return PolicyState(streaks={"crowded": looks})
 
 
 def config(factor):
@@ -27,15 +32,14 @@ def config(factor):
 @pytest.mark.parametrize(
   ("factor", "policy", "wanted"),
   [
-    (0.25, PolicyState(crowded=LOOKS), ROOMS[0]),
-    (0.25, PolicyState(crowded=LOOKS - 1), None),
-    (0.25, PolicyState(crowded=LOOKS + 1), None),  # it was asked for, and waits for a checkpoint
-    (0.25, PolicyState(crowded=2 * LOOKS), ROOMS[0]),
-    (0.25, PolicyState(crowded=LOOKS, latched=True), None),
+    (0.25, crowded(LOOKS), ROOMS[0]),
+    (0.25, crowded(LOOKS - 1), None),
+    (0.25, crowded(LOOKS + 1), None),  # it was asked for, and waits for a checkpoint
+    (0.25, crowded(2 * LOOKS), ROOMS[0]),
     (0.25, PolicyState(), None),
-    (1.0, PolicyState(crowded=LOOKS), 1.25),
-    (1.3, PolicyState(crowded=LOOKS), 1.5),
-    (2.0, PolicyState(crowded=LOOKS), None),
+    (1.0, crowded(LOOKS), 1.25),
+    (1.3, crowded(LOOKS), 1.5),
+    (2.0, crowded(LOOKS), None),
   ],
 )
 def test_the_next_rung(factor, policy, wanted):
@@ -59,7 +63,7 @@ def test_looks_in_a_row_are_counted():
   for number, share in enumerate(shares):
     seen = reading(number, means=HEALTHY["means"] | {"moe/dropped": share})
     policy, _ = decide(Terms(cfg), policy, Interval(seen), seen.step)
-    counted.append(policy.crowded)
+    counted.append(policy.streak("crowded"))
   assert counted == [0, 1, 2, 0, 1]
 
 

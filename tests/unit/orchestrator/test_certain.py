@@ -1,80 +1,32 @@
 """What is certain needs no statistics: two scores of the same weights, counts of the same steps."""
 
-import contextlib
 import dataclasses
 import itertools
-import math
 
 import canonical
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from copies import most_copies
-from helpers import Lent, counting_rows, micro_batches, tiny_config
+from fed import PROBE, Run
+from helpers import counting_rows, tiny_config
 
-from ats_jax.data.batch import POSITION
 from ats_jax.orchestrator.actions import CorrectStep, Stop
-from ats_jax.orchestrator.policy import rates
 from ats_jax.orchestrator.record import ledger
 from ats_jax.orchestrator.record.narrate import tell
 from ats_jax.orchestrator.signals.counts import wrong_counts, wrong_position
 from ats_jax.orchestrator.signals.interval import Fault, RowsRead
 from ats_jax.orchestrator.signals.probe import Probe
-from ats_jax.orchestrator.supervisor import Supervisor
-from ats_jax.orchestrator.trials.paired import NextUpdates
-from ats_jax.orchestrator.trials.snapshots import COPIES
 from ats_jax.step.schedule import learning_rate
 
 EVERY = 8
 CFG = canonical.config("dense", canonical.SUPERVISED)
-PROBE = counting_rows(10**6)
 
 
 @pytest.fixture(scope="module")
 def program():
   with jax.set_mesh(canonical.mesh()):
     yield canonical.program(CFG)
-
-
-class Data(Lent):
-  """A loop that says which row comes next, and has the batches of before."""
-
-  def __init__(self, program):
-    super().__init__()
-    self.row, self.fed = 0, []
-    self.train_step = lambda *given: program.train_step(*given, program.training_rules(1))
-
-  def position(self):
-    return {POSITION: {"row": self.row}}
-
-  def ahead(self, saved=None):
-    begin = (saved or self.position())[POSITION]["row"] // 8
-    return NextUpdates(self.train_step, lambda: contextlib.nullcontext(iter(self.fed[begin:])))
-
-
-class Run:
-  """A run with a hand in it."""
-
-  def __init__(self, program, path):
-    self.program, self.state, self.step, self.data = program, canonical.state(CFG), 0, Data(program)
-    self.supervisor = Supervisor(program, PROBE, path, loop=self.data)
-    self.supervisor.start(0, self.state)
-
-  def __call__(self, steps, rows=counting_rows):
-    for _ in range(steps):
-      self.step, self.data.row = self.step + 1, self.data.row + 8
-      self.data.fed.append(micro_batches(rows(self.step), 1))
-      self.state, self.metrics = self.data.train_step(self.state, self.data.fed[-1])
-      self.state = self.supervisor.after(self.step, self.state, self.metrics)
-    return self
-
-  def settle(self):
-    self.state = self.supervisor.settle(self.step, self.state, self.metrics)
-
-  def healths(self, path):
-    self.supervisor.close()
-    return [row["health"] for row in ledger.read_lines(path) if row["kind"] == "check"]
 
 
 def scoring(program, errors):
@@ -101,7 +53,8 @@ def test_two_scores_of_the_same_weights_that_differ_are_critical(program, tmp_pa
     run.settle()
     run(EVERY * 4)
     assert not run.supervisor.decisions
-  healths = run.healths(path)
+  run.supervisor.close()
+  healths = [row["health"] for row in run.lines("check")]
   assert [h["level"] for h in healths].count("critical") == 1 + again
   (cause, *_) = next(h["causes"] for h in healths if h["level"] == "critical")
   assert cause.startswith("system: the same weights scored the same text at 3.")
@@ -135,13 +88,13 @@ def test_a_step_counter_that_flipped_is_found_and_mended(program, tmp_path):
   assert "the state's step says" in decision.reason
   assert int(run.state.step) == run.step == 100
   run.settle()
-  run.healths(path)
+  run.supervisor.close()
   assert ledger.replay(path) == run.supervisor.decisions
 
 
 def test_data_that_is_elsewhere_ends_the_run(program, tmp_path):
   run = Run(program, tmp_path / "decisions.jsonl")(EVERY + 1)
-  run.data.row += 8  # a batch was lost
+  run.loop.row += 8  # a batch was lost
   with pytest.raises(FloatingPointError, match=r"136 .* in place of 128. Start again"):
     run(EVERY * 2)
   run.supervisor.close()
@@ -149,7 +102,7 @@ def test_data_that_is_elsewhere_ends_the_run(program, tmp_path):
 
 def test_a_resumed_run_counts_on_from_its_rows(program, tmp_path):
   run = Run(program, tmp_path / "decisions.jsonl")
-  run.data.row = 8 * 1000 + 24  # earlier batches were of another size
+  run.loop.row = 8 * 1000 + 24  # earlier batches were of another size
   run.supervisor.start(0, run.state)
   run(EVERY * 3)
   run.supervisor.close()
@@ -173,24 +126,6 @@ def test_the_story_has_what_was_left_out_and_what_a_rollback_cost(program, tmp_p
   lost = rows[0]["step"] - rows[0]["to"]
   assert f"which costs {lost} steps, {lost * 128:,} tokens" in story
   assert "surprising batches in steps" in story  # those that the broken weights made
-
-
-def test_the_first_steps_are_made_again_within_the_memory_of_the_snapshots(
-  program, tmp_path, monkeypatch
-):
-  # Two are good by then, and one is not yet known to be.
-  often = dataclasses.replace(program.cfg.orchestrator, snapshot_interval=2 * EVERY)
-  program = dataclasses.replace(program, cfg=dataclasses.replace(program.cfg, orchestrator=often))
-  monkeypatch.setattr(rates, "BEHIND", math.inf)  # so that it wins
-  most = most_copies(monkeypatch)
-  run = Run(program, tmp_path / "decisions.jsonl")(EVERY * 2)
-  control = run.state.control._replace(decay_scale=jnp.float32(2.0))  # as a hook would
-  run.state = dataclasses.replace(run.state, control=control)
-  run(EVERY * 13)
-  run.supervisor.close()
-  assert run.supervisor.replayed == EVERY * 15 and most() == COPIES
-  assert run.supervisor.decisions and float(run.state.control.decay_scale) == 2.0
-  assert run.supervisor._pending.probe is None  # it was of the arm that lost
 
 
 # ---- pure

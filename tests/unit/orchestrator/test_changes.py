@@ -42,9 +42,8 @@ def test_values_change_and_change_back(mesh):
   assert (new.mod.capacity, new.moe.capacity_factor) == (0.5, 2.0)
   now = Now(SPARSE, 5, PolicyState(), make_program(SPARSE).init(abstract=True))
   before = (("mod.capacity", 0.25), ("moe.capacity_factor", 1.25))
-  back = action.fill(now).undo()
-  assert back == ChangeSettings(before, action.settings)
-  assert with_new_settings(new, back, 5) == SPARSE
+  assert action.fill(now).before == before
+  assert with_new_settings(new, ChangeSettings(before), 5) == SPARSE
 
 
 def test_all_that_can_change_are_settings():

@@ -31,7 +31,7 @@ def test_a_mean_past_its_limit_is_a_cause(means, level, says):
 
 
 def test_the_worst_cause_comes_first():
-  finding = Finding("state", 1.0, True, "weights are not finite")
+  finding = Finding("state", True, "weights are not finite")
   health = health_of({"train/z": 150.0}, 3, finding)
   assert health.level == "critical" and health.causes[0] == "state: weights are not finite"
   assert health_of({}, 3, None).level == "warning"

@@ -12,6 +12,7 @@ from ats_jax.orchestrator import actions
 from ats_jax.orchestrator.record import ledger
 from ats_jax.orchestrator.record.ledger import Ledger
 from ats_jax.orchestrator.record.narrate import tell
+from ats_jax.orchestrator.trials.arms import Arm, Proposal
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ def test_a_run_that_begins_anew_begins_a_new_ledger(path):
 def test_half_a_line_of_a_killed_process_is_cut(path):
   write(path, ("start", 0), ("check", 10))
   with path.open("a") as file:
-    file.write('{"v": 3, "kind": "che')
+    file.write('{"v": 4, "kind": "che')
   assert steps(path) == [("start", 0), ("check", 10)]
   write(path, ("check", 20))
   assert steps(path) == [("start", 0), ("check", 10), ("check", 20)]
@@ -56,19 +57,21 @@ def test_half_a_line_of_a_killed_process_is_cut(path):
 
 SETTINGS = dataclasses.asdict(OrchestratorConfig(mode="act", check_interval=INTERVAL))
 WELL = {"level": "healthy", "causes": []}
-HEALTHY = {"health": WELL, "stale": False, "pause": False, "request": None}
+HEALTHY = {"health": WELL, "stale": False, "request": None}
 DEED = {"action": "SetLearningRateScale", "fields": {"scale": 0.5, "before": 1.0}}
+ARM = Arm((actions.SetLearningRateScale(0.5),), "learning rate", 0.01)
+PROPOSAL = Proposal("held-out loss", "it rose", (ARM, ARM), ("code",), {"code": 2.0})
+ENDED = {"held": {"": 2.5, "code": math.inf}, "coming": [2.0, math.nan], "seen": math.nan}
 WHOLE = (
-  {"kind": "start", "step": 0, "settings": SETTINGS, "warmup": 0, "capacity": None,
-   "accum_steps": 1},
+  {"kind": "start", "step": 0, "settings": SETTINGS, "num_steps": 100, "warmup": 0, "peak": 1.0,
+   "capacity": None, "compares": True, "accum_steps": 1},
   {"kind": "resumed_from", "step": 0},
   {"kind": "check", "step": INTERVAL, "reading": reading(1)._asdict(), **HEALTHY},
-  {"kind": "decision", "step": INTERVAL, "id": 1, "cause": "rate", "confidence": 0.9,
+  {"kind": "decision", "step": INTERVAL, "id": 1, "cause": "learning rate",
    "reason": "too fast", "applied": True, **DEED},
-  {"kind": "outcome", "step": 2 * INTERVAL, "id": 1, "verdict": "helped", "before": 1.0,
-   "after": "nan"},
-  {"kind": "trial", "step": 2 * INTERVAL, "again": False, "before": 2.0, "without": 2.0,
-   "changed": "nan", "gain": "nan", "error": "inf", **DEED},
+  {"kind": "comparison", "step": 2 * INTERVAL, "first": 5, "proposal": PROPOSAL.to_json(),
+   "waiting": ENDED, "scores": [None, ENDED], "made": 30},
+  {"kind": "given_up", "step": 2 * INTERVAL, "first": 5, "reason": "other rules"},
   {"kind": "refused", "step": 2 * INTERVAL, "reason": "no slot"},
 )  # fmt: skip
 
@@ -76,7 +79,7 @@ WHOLE = (
 def write_rows(path, rows):
   with path.open("w") as file:
     for row in rows:
-      print(json.dumps({"v": 3, **ledger.encode(row)}), file=file)
+      print(json.dumps({"v": 4, **ledger.encode(row)}), file=file)
 
 
 def test_whole_lines_are_told_in_order(path):
@@ -85,7 +88,7 @@ def test_whole_lines_are_told_in_order(path):
   assert [line.split()[1] for line in story[:-3]] == ["0", "0", "10", "20", "20", "20"]
   assert story[-3:] == [
     "1 looks: 1 healthy",
-    "1 decisions, 1 carried out; of those judged: 1 helped",
+    "1 decisions, 1 carried out",
     f"last look: training loss {reading(1).loss:.4g}, healthy",
   ]
   (step, decision), = ledger.decisions(path)  # fmt: skip
@@ -115,20 +118,19 @@ EDITS = {
   "unknown action": (3, {"action": "Dance"}, tell),
   "unknown action, read back": (3, {"action": "Dance"}, ledger.decisions),
   "action without its fields": (3, {"fields": {}}, ledger.decisions),
-  "confidence that is a word": (3, {"confidence": "high"}, tell),
-  "no verdict": (4, {"verdict": None}, tell),
-  "verdict that is a list": (4, {"verdict": []}, tell),
-  "loss that is a word": (4, {"after": "better"}, tell),
-  "trial without a gain": (5, {"gain": None}, tell),
+  "comparison without scores": (4, {"scores": None}, tell),
+  "loss that is a word": (4, {"waiting": ENDED | {"seen": "better"}}, tell),
+  "arms that are a number": (4, {"proposal": PROPOSAL.to_json() | {"arms": 3}}, tell),
+  "reason that was taken out": (5, {"reason": None}, tell),
 }
 
 
 @pytest.mark.parametrize(("place", "changes", "read"), EDITS.values(), ids=EDITS)
 def test_an_edited_line_is_named(path, place, changes, read):
   """A value None stands for a field that was taken out."""
-  edited = {"v": 3, **WHOLE[place], **changes}
+  edited = {"v": 4, **WHOLE[place], **changes}
   edited = {name: value for name, value in edited.items() if changes.get(name, 1) is not None}
-  rows = [{"v": 3, **row} for row in WHOLE]
+  rows = [{"v": 4, **row} for row in WHOLE]
   rows[place] = edited
   path.write_text("".join(json.dumps(ledger.encode(row)) + "\n" for row in rows))
   with pytest.raises(ValueError, match=rf"decisions\.jsonl:{place + 1}: not a line of"):
@@ -144,7 +146,7 @@ def test_an_edited_line_is_named(path, place, changes, read):
     b"[1, 2]",
     b"3",
     b"null",
-    b'{"v": 3, "step',
+    b'{"v": 4, "step',
     b'{"v": 1, "kind": "check", "step": 3}',
   ],
 )
@@ -156,12 +158,12 @@ def test_rubbish_is_named(path, line):
 
 
 def test_numbers_that_are_not_finite_come_back(path):
-  seen = reading(3, **NAN_STATE, cusum=math.inf)
+  seen = reading(3, **NAN_STATE, recent_z=math.inf)
   book = Ledger(path)
   book.write("check", INTERVAL, reading=seen._asdict())
   book.close()
   text = path.read_text()
   json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
   found = ledger.decode(ledger.read_lines(path)[0]["reading"])
-  assert math.isnan(found.probe) and found.cusum == math.inf
-  assert found._replace(probe=0.0) == seen._replace(probe=0.0)
+  assert math.isnan(found.probe) and found.recent_z == math.inf
+  assert found._replace(held={}) == seen._replace(held={})

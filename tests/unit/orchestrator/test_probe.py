@@ -1,7 +1,6 @@
 """The probe: what it is made of, and what follows from it."""
 
 import dataclasses
-import math
 
 import canonical
 import jax
@@ -19,7 +18,7 @@ from ats_jax.orchestrator.signals.probe import Probe, num_blocks
 from ats_jax.orchestrator.supervisor import Supervisor
 from ats_jax.sharding.mesh import to_global
 from ats_jax.step.program import make_program
-from ats_jax.train.probe_rows import _probe_shape
+from ats_jax.train.probe_rows import _shape_of_each
 
 EVERY = 4  # steps from look to look
 SETTINGS = canonical.SUPERVISED | {
@@ -63,7 +62,7 @@ class Run:
 
 
 def read_at(looks):
-  return [look["step"] for look in looks if not math.isnan(float(look["probe"]))]
+  return [look["step"] for look in looks if look["held"]]
 
 
 @pytest.mark.parametrize(
@@ -83,7 +82,7 @@ def test_a_part_takes_no_more_memory_than_a_batch_of_an_evaluation(
   sizes = {"data.batch_size": batch, "step.accum_steps": accum, "data.seq_len": seq}
   watched = {"orchestrator.mode": "act", "orchestrator.probe_share": 1.0}
   cfg = tiny_config(sizes | {"num_steps": 100} | watched)
-  assert _probe_shape(cfg, shards) == (parts, rows)
+  assert _shape_of_each(cfg, num_blocks(cfg, min(256, seq)), min(256, seq), shards) == (parts, rows)
   assert rows % shards == 0 and parts * rows >= 64
   assert rows * min(seq, 256) <= batch // accum * seq
 
@@ -93,6 +92,19 @@ def test_parts_sum_to_the_whole(program):
   whole, parts = Probe(ROWS), Probe(micro_batches(ROWS, 4))
   score = lambda probe: probe_loss(probe.score(program, state.model, rules))
   assert score(parts) == pytest.approx(score(whole), rel=1e-6)
+
+
+def test_parts_of_a_domain_are_summed_and_domains_are_kept_apart(program):
+  state, rules = canonical.state(CFG), program.rules(1)
+  batch = micro_batches(ROWS, 4)
+  probe = Probe(batch, ("code", "code", "prose", "code"))
+  losses = probe.losses(probe.score(program, state.model, rules))
+  alone = Probe({name: x[2] for name, x in batch.items()})
+  assert losses["prose"] == probe_loss(alone.score(program, state.model, rules))
+  assert losses[""] == probe_loss(probe.score(program, state.model, rules))
+  assert losses[""] == pytest.approx(0.75 * losses["code"] + 0.25 * losses["prose"], rel=1e-6)
+  one = Probe(batch, ("main",) * 4)
+  assert one.losses(one.score(program, state.model, rules)) == {"": losses[""]}
 
 
 @pytest.mark.mesh
@@ -161,9 +173,9 @@ def look(policy, number, **changes):
 def test_the_reference_outlives_looks_without_it():
   policy, _ = look(PolicyState(), 0)
   for number in range(1, 4):
-    policy, judgement = look(policy, number, probe=math.nan)
+    policy, judgement = look(policy, number, probe=None)
     assert judgement.finding is None
-  assert policy.reference == 2.0 and policy.healthy == 4
+  assert policy.best == {"": 2.0} and policy.streak("calm") == 4
 
 
 @pytest.mark.parametrize(("found", "actions"), [(dict(probe=3.0), [Rollback()]), ({}, [])])
@@ -174,8 +186,3 @@ def test_weights_that_something_else_wrote_are_left_only_if_they_are_worse(found
   assert [d.action for d in judgement.decisions] == actions
   _, judgement = look(policy, 5)
   assert not judgement.stale and judgement.finding is None
-
-
-def test_without_any_probe_surprise_is_of_the_data_as_ever():
-  _, judgement = look(PolicyState(), 0, probe=math.nan, rules=(), surprising=10)
-  assert judgement.finding.cause == "data"

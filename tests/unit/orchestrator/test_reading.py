@@ -6,7 +6,7 @@ from ats_jax.orchestrator.signals.interval import sum_up
 
 NAMES = [f"train/{name}" for name in ("loss", "param_norm", "learning_rate", "scheduled_rate")]
 NAMES += [f"reflex/{name}" for name in ("z_loss", "grad_scale", "skipped", "broken", "held")]
-NAMES += [f"reflex/{name}" for name in ("bucket", "cusum", "wrong", "wrong_tensor", "miscounted")]
+NAMES += [f"reflex/{name}" for name in ("wrong", "wrong_tensor", "miscounted")]
 
 
 def rows(**columns):

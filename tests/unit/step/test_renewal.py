@@ -90,7 +90,7 @@ def test_a_rollback_over_a_start_renews_too(mesh, tmp_path):
   state, _ = canonical.step(cfg, canonical.state(cfg), batch(cfg, 0))
   supervisor = Supervisor(program, None, tmp_path / "decisions.jsonl")
   supervisor.start(0, canonical.copied(state))
-  decision = Decision(0, Rollback(), "state", 1.0, "")
+  decision = Decision(0, Rollback(), "state", "")
   for made_at, updates in ((2, 0), (5, 0), (6, 1)):
     supervisor.earlier = lambda back, made_at=made_at: (made_at, canonical.copied(state))
     after = supervisor._carry_out(7, canonical.copied(state), decision)

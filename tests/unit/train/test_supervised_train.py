@@ -159,12 +159,12 @@ def test_eight_bits_that_cost_too_much_are_switched_off_for_good(config, tmp_pat
   resolved = resolve(cfg, train_set.info.tokenizer.vocab_size)
   with jax.set_mesh(make_mesh(resolved)):
     program = make_program(resolved)
-    probe = Probe(probe_feed(resolved, (EvalSet("", valid_set),), train_set))
+    probe = Probe(*probe_feed(resolved, (EvalSet("", valid_set),), train_set))
     rules = program.rules(15)
     score = lambda rules: probe_loss(probe.score(program, state.model, rules))
     with_8_bits, without = score(rules), score(dataclasses.replace(rules, fp8=False))
   last = checks(tmp_path)[-1]["reading"]
-  assert last["step"] == 15 and last["probe"] == without != with_8_bits
+  assert last["step"] == 15 and last["held"] == {"": without} != {"": with_8_bits}
   assert last["rules"] == [False, rules.capacity, rules.horizon, False]
 
   caplog.clear()
@@ -245,7 +245,7 @@ def test_a_low_rate_is_raised_by_the_compiled_step_on_its_own_batches(config, ru
   assert scales and scales == [3.0**n for n in range(1, len(scales) + 1)]
   assert float(state.control.lr_scale) == scales[-1] and int(state.step) == STEPS
   assert ledger.replay(path) == decisions
-  assert sum(row["kind"] == "trial" for row in rows) >= len(scales)
+  assert sum(row["kind"] == "comparison" for row in rows) >= len(scales)
   train(config("off", optimizer__learning_rate=1e-4), tmp_path / "slow")
   final = lambda folder: logged(folder, "eval/loss")[STEPS]
   assert final(runs["off"][0]) < final(tmp_path) < final(tmp_path / "slow") - 0.1

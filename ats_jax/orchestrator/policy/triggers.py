@@ -1,0 +1,150 @@
+"""What starts a comparison, and with which arms: pure rules that `decide` consults.
+
+Each rule returns a `Proposal` or None. Whether a comparison is allowed at all is decided before.
+"""
+
+from ats_jax.orchestrator.actions import (
+  Action,
+  ChangeSettings,
+  RecycleExpert,
+  Repeat,
+  Rollback,
+  SetLearningRateScale,
+)
+from ats_jax.orchestrator.constants import (
+  BEHIND,
+  CALM_LOOKS,
+  CROWDED_LOOKS,
+  FAST_TURNOVER,
+  HARMLESS,
+  HOOK_GAIN,
+  LADDER_LOOKS,
+  LEAST_GAIN,
+  LEAST_MARGIN,
+  LEAST_SCALE,
+  RAISE,
+  RAISE_GAIN,
+  RAISE_SHARE,
+  RAISE_SIGMAS,
+  RISEN_RATE,
+  SLOWER,
+  SPAN_LOOKS,
+  STARVED_LOOKS,
+  USUAL_TURNOVER,
+)
+from ats_jax.orchestrator.policy.state import PolicyState, Request
+from ats_jax.orchestrator.signals.interval import Reading
+from ats_jax.orchestrator.trials.arms import Arm, Proposal
+
+HELD_OUT, START, CALM, ROUTER, HOOK = "held-out loss", "start", "calm", "router", "hook"
+# Of moe.capacity_factor: 1 to 1.25 in Switch (arXiv:2101.03961), 2 in GShard (arXiv:2006.16668).
+ROOMS = (1.0, 1.25, 1.5, 2.0)
+
+
+def worse(
+  policy: PolicyState, reading: Reading, excess: dict[str, float], margins: dict[str, float]
+) -> Proposal | None:
+  """Some held-out text is worse than it was, by more than noise.
+
+  The same steps again show whether the machine is at fault. Going back without them helps against
+  damage, and against batches that do harm; a lower rate, where the rate is too high.
+
+  Args:
+    policy: after the look.
+    reading: what was looked at.
+    excess: domain -> nats above its reference.
+    margins: domain -> nats that are noise.
+  """
+  domains = tuple(name for name in excess if excess[name] > margins[name])
+  if not domains:
+    return None
+  usual = {name: policy.best[name] + margins[name] for name in domains}
+  slower = _slower(policy, reading)
+  arm = lambda cause, *actions: Arm(actions, cause, LEAST_GAIN, 0.0, remembers=True)
+  arms = [Arm((Repeat(),), "machine", -LEAST_MARGIN, None)]
+  if not any(look > policy.looks - LADDER_LOOKS for look in policy.ladder):
+    arms.append(arm("state or batches", Rollback()))
+  if slower is not None:
+    arms.append(arm("learning rate", slower))
+    arms.append(arm("learning rate", Rollback(), slower))
+  losses = ", ".join(f"{name or 'all'} {excess[name]:+.3g}" for name in domains)
+  reason = f"held-out loss from its best, by domain: {losses} nats"
+  return Proposal(HELD_OUT, reason, tuple(arms), domains, usual)
+
+
+def _slower(policy: PolicyState, reading: Reading) -> SetLearningRateScale | None:
+  """A lower rate: the one at the reference if it has risen since."""
+  by, before = SLOWER, policy.lr_scale
+  if reading.applied > RISEN_RATE * policy.best_rate > 0.0:
+    by = max(policy.best_rate / reading.applied, 1.0 / RAISE**2)
+  scale = max(LEAST_SCALE, by * before)
+  return SetLearningRateScale(scale, before) if scale < before else None
+
+
+def too_fast(policy: PolicyState, reading: Reading) -> Proposal | None:
+  """The first steps moved the weights by far more than is usual: again, at a lower rate.
+
+  There is no earlier state to compare with, and the harm is done when the held-out loss shows it.
+  A lower rate may be behind for now, the more surely the faster the weights turned over.
+  """
+  assert policy.start is not None, "the start is judged once"
+  _, turnover = policy.start
+  if turnover <= FAST_TURNOVER:
+    return None
+  scale = max(LEAST_SCALE, policy.lr_scale * USUAL_TURNOVER / turnover)
+  slower = SetLearningRateScale(scale, policy.lr_scale)
+  reason = f"an update moved the weights by {turnover:.3g} of their norm; usual is 0.001 to 0.02"
+  least = -BEHIND * (turnover / FAST_TURNOVER) ** 2
+  arm = Arm((Repeat(from_start=True), slower), "first rate", least, None)
+  return Proposal(START, reason, (arm,))
+
+
+def higher_rate(policy: PolicyState, reading: Reading, peak: float) -> Proposal | None:
+  """Is the rate too low? No curve tells: a slow run looks like one on harder text. So it is tried.
+
+  A higher rate looks worse at first than it is, as it does not anneal: what wins within a few steps
+  and by far is too good to leave.
+  """
+  scale = RAISE * policy.lr_scale
+  is_cut = policy.lr_scale != policy.lr_wanted
+  if is_cut or scale > SetLearningRateScale.most or policy.streak("calm") < CALM_LOOKS:
+    return None
+  if reading.learning_rate < 0.9 * peak:  # in warm-up and while it anneals
+    return None
+  before, *_, now = (0.0, *policy.history[""][-1 - SPAN_LOOKS :])[-1 - SPAN_LOOKS :]
+  least = max(RAISE_GAIN, RAISE_SHARE * (before - now))
+  arm = Arm((SetLearningRateScale(scale, policy.lr_scale),), "plateau", least, RAISE_SIGMAS)
+  return Proposal(CALM, f"{policy.streak('calm')} calm looks", (arm,))
+
+
+def dead_expert(policy: PolicyState, reading: Reading) -> Proposal | None:
+  """An expert has had no tokens for long: recycle it. That is exact, so it must only do no harm."""
+  for layer, expert in reading.starved:
+    looks = policy.streak(f"{layer}/{expert}")
+    if looks >= STARVED_LOOKS:
+      reason = f"expert {expert} of layer {layer} got next to no tokens in {looks} looks"
+      arm = Arm((RecycleExpert(layer, expert),), "router", -HARMLESS, None)
+      return Proposal(ROUTER, reason, (arm,))
+  return None
+
+
+def asked_for(action: Action) -> Proposal:
+  """What a hook wants tried."""
+  return Proposal(HOOK, "a hook asked for it", (Arm((action,), "branch", HOOK_GAIN, None),))
+
+
+def more_room(policy: PolicyState, capacity: float | None) -> Request | None:
+  """More places for experts, if too much has been dropped for long: no balance mends that.
+
+  Args:
+    policy: after a look.
+    capacity: `moe.capacity_factor` as it is now; None if nothing is dropped.
+  """
+  looks = policy.streak("crowded")
+  if capacity is None or not looks or looks % CROWDED_LOOKS:
+    return None
+  for factor in ROOMS:
+    if factor > capacity:
+      action = ChangeSettings((("moe.capacity_factor", factor),))
+      return Request(action, reason="experts had too few places for long")
+  return None

@@ -1,0 +1,140 @@
+"""What is compared, and which of it is best: plain values and one rule.
+
+The first arm is always to wait: it is what the run itself does meanwhile. Every other arm ends at
+the same step, on the same batches. All are scored on held-out text by domain, on the batches that
+came, and on batches that were trained on before: a sound update improves what it was made of,
+whatever the text, so a model that forgets those is damaged, and one that does better on them has
+not merely been spared other data.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ats_jax.orchestrator.actions.base import Action, from_json
+
+
+class Arm(NamedTuple):
+  """Another way to spend the steps of a comparison.
+
+  Attributes:
+    actions: done first, in order. Where one needs an earlier state, the arm begins there.
+    cause: of the decision, if it wins.
+    least: nats of the held-out loss by which it must be better than the best arm so far.
+    sigmas: standard errors by which its losses on the batches that came must be better; None =
+      they do not count.
+    remembers: whether its loss on batches of before must be better too.
+  """
+
+  actions: tuple[Action, ...]
+  cause: str
+  least: float
+  sigmas: float | None = 0.0
+  remembers: bool = False
+
+  def to_json(self) -> dict[str, Any]:
+    """Return the fields as JSON values."""
+    return {**self._asdict(), "actions": [action.to_json() for action in self.actions]}
+
+  @classmethod
+  def from_json(cls, fields: Mapping[str, Any]) -> "Arm":
+    """What `to_json` made."""
+    return cls(**{**fields, "actions": tuple(map(from_json, fields["actions"]))})
+
+
+class Proposal(NamedTuple):
+  """A comparison that the policy wants.
+
+  Attributes:
+    trigger: what led to it; a trigger rests after a comparison that waiting won.
+    reason: in words.
+    arms: beside that of waiting, the least invasive first.
+    domains: of the held-out text, whose mean counts; () = all of it.
+    mended: domain -> loss at or below which nothing is wrong any more: once an arm is there,
+      waiting included, no other can win. Empty = there is no such level.
+  """
+
+  trigger: str
+  reason: str
+  arms: tuple[Arm, ...]
+  domains: tuple[str, ...] = ()
+  mended: Mapping[str, float] = {}
+
+  def to_json(self) -> dict[str, Any]:
+    """Return the fields as JSON values."""
+    return {**self._asdict(), "arms": [arm.to_json() for arm in self.arms]}
+
+  @classmethod
+  def from_json(cls, fields: Mapping[str, Any]) -> "Proposal":
+    """What `to_json` made, also after a JSON file held it."""
+    mended = {domain: float(loss) for domain, loss in fields["mended"].items()}
+    arms, domains = tuple(map(Arm.from_json, fields["arms"])), tuple(fields["domains"])
+    return cls(**{**fields, "arms": arms, "domains": domains, "mended": mended})
+
+
+class Score(NamedTuple):
+  """Where an arm ended. Losses are nats per token; what is not finite means that it diverged.
+
+  Attributes:
+    held: domain -> loss on held-out text; "" is all of it.
+    coming: training loss of each of the steps, up to their common last.
+    seen: loss on batches trained on before the comparison; NaN = there are none.
+  """
+
+  held: Mapping[str, float]
+  coming: tuple[float, ...]
+  seen: float = math.nan
+
+  @property
+  def finite(self) -> bool:
+    """Whether the arm has not diverged."""
+    return bool(np.isfinite([*self.held.values(), *self.coming]).all())
+
+  def loss(self, domains: Sequence[str] = ()) -> float:
+    """Mean held-out loss of some domains, or that of all text."""
+    return float(np.mean([self.held[name] for name in domains or ("",)]))
+
+  @classmethod
+  def from_json(cls, fields: Mapping[str, Any]) -> "Score":
+    """What a JSON file held of `_asdict`."""
+    held = {domain: float(loss) for domain, loss in fields["held"].items()}
+    return cls(held, tuple(map(float, fields["coming"])), float(fields["seen"]))
+
+
+def is_mended(proposal: Proposal, score: Score) -> bool:
+  """Whether an arm ends where nothing is wrong any more."""
+  levels = proposal.mended.items()
+  return bool(levels) and score.finite and all(score.held[name] <= most for name, most in levels)
+
+
+def is_better(proposal: Proposal, arm: Arm, score: Score, best: Score) -> bool:
+  """Whether an arm is better than the best one before it, on every text that counts for it."""
+  if not score.finite:
+    return False
+  if not best.finite:
+    return True
+  if best.loss(proposal.domains) - score.loss(proposal.domains) <= arm.least:
+    return False
+  if arm.sigmas is not None:
+    gains = np.subtract(best.coming, score.coming)
+    error = float(np.std(gains)) / math.sqrt(max(len(gains), 1))
+    if not float(np.mean(gains)) > arm.sigmas * error:
+      return False
+  return not arm.remembers or not score.seen >= best.seen  # NaN: it is not known
+
+
+def winner(proposal: Proposal, waiting: Score, scores: Sequence[Score | None]) -> int | None:
+  """The place of the arm that wins among those that were made; None if waiting does.
+
+  Args:
+    proposal: what was compared.
+    waiting: where the run itself ended.
+    scores: of the arms, as far as they were made; None = it is not another arm than waiting.
+  """
+  best, won = waiting, None
+  for place, score in enumerate(scores):
+    if score is not None and is_better(proposal, proposal.arms[place], score, best):
+      best, won = score, place
+  return won

@@ -1,0 +1,209 @@
+"""Makes the arms of a comparison, from snapshots in host memory and on the run's own batches.
+
+The run goes on while a comparison is open, which is its first arm and costs nothing. Then the other
+arms are made, one after the other: there is one state on the devices at a time.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from itertools import islice
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ats_jax.config.schema import Config
+from ats_jax.data.batch import Batch
+from ats_jax.model.decoder import Decoder
+from ats_jax.orchestrator.actions.base import carry_out
+from ats_jax.orchestrator.actions.expert_view import SurgeryError
+from ats_jax.orchestrator.actions.loop import Repeat, as_of
+from ats_jax.orchestrator.constants import SEEN_BATCHES
+from ats_jax.orchestrator.trials.arms import Arm, Proposal, Score, is_better, is_mended
+from ats_jax.orchestrator.trials.snapshots import Snapshot
+from ats_jax.step.state import StepMetrics, TrainState
+
+Saved = Mapping[str, Any]  # a position of the loop, as its checkpoints keep it
+
+
+class NextUpdates(NamedTuple):
+  """What the training loop offers to make updates in a comparison.
+
+  Attributes:
+    train_step: `(state, batch) -> (state, metrics)`, compiled; donates the state.
+    batches: opens the training batches from some position on, on the mesh.
+  """
+
+  train_step: Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]
+  batches: Callable[[], AbstractContextManager[Iterator[Batch]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Means:
+  """What arms are made and scored with.
+
+  Attributes:
+    cfg: the run.
+    ahead: lends updates and batches from a position on.
+    held: loss on held-out text: domain -> nats per token, "" is all of it.
+    seen: sum of the cross-entropy on a training batch, and number of its tokens.
+    good: the newest state that was found good; None = there is none.
+    older: the one before it, or the same.
+    first: that of step 0, while it is kept.
+    unchanged: whether nothing but steps has changed the state since `good`.
+    exact: whether the same steps must lead to the same bits.
+    margin: nats of the held-out loss by which they may differ where they need not.
+  """
+
+  cfg: Config
+  ahead: Callable[[Saved], NextUpdates]
+  held: Callable[[Decoder], Mapping[str, float]]
+  seen: Callable[[Decoder, Batch], tuple[float, float]]
+  good: Snapshot | None
+  older: Snapshot | None
+  first: Snapshot | None
+  unchanged: bool
+  exact: bool
+  margin: float
+
+
+class Ended(NamedTuple):
+  """What a comparison came to.
+
+  Attributes:
+    waiting: where the run itself ended.
+    scores: of the arms that were made, in their order (`arms.winner`).
+    state: where the winner ended; the run goes on from it.
+    made: updates that the arms took.
+    origin: step of the earlier state that the winner began from; None = of none.
+  """
+
+  waiting: Score
+  scores: tuple[Score | None, ...]
+  state: TrainState
+  made: int
+  origin: int | None
+
+
+class Comparison:
+  """A comparison under way.
+
+  Attributes:
+    first: step at which the arms part.
+    proposal: what is compared.
+    metrics: of the run's own steps since.
+  """
+
+  def __init__(
+    self, step: int, state: TrainState, proposal: Proposal, saved: Saved, held: Mapping[str, float]
+  ):
+    """Begin after `step` updates; the copy of `state` begins here.
+
+    Args:
+      step: updates done.
+      state: where the arms part.
+      proposal: what is compared.
+      saved: position of the loop.
+      held: loss of `state` on held-out text, as `Means.held` gives it.
+    """
+    self.first, self.proposal, self.metrics = step, proposal, list[StepMetrics]()
+    self._here, self._held, self._made = Snapshot.take(step, state, saved), held, 0
+
+  def end(self, step: int, state: TrainState, means: Means) -> Ended:
+    """Make the other arms up to `step`, and return the best state. Waits for the devices.
+
+    Args:
+      step: updates done.
+      state: where the run itself is; its memory is freed.
+      means: makes the arms.
+    """
+    seen = self._seen_batches(means)
+    score = lambda model, metrics: _score(means, model, metrics, seen)
+    waiting = best = score(state.model, self.metrics)
+    if is_mended(self.proposal, waiting):
+      return Ended(waiting, (), state, 0, None)
+    kept, origin, scores = Snapshot.swap_out(step, state), None, list[Score | None]()
+    for arm in self.proposal.arms:
+      made = self._make(arm, step, means)
+      if made is None:
+        scores.append(None)
+        continue
+      other, metrics = made
+      scores.append(reached := score(other.model, metrics))
+      if not is_better(self.proposal, arm, reached, best):
+        continue
+      best, kept = reached, Snapshot.swap_out(step, other)
+      origin = self._origin(arm, means)
+      if is_mended(self.proposal, best):
+        break
+    came_from = origin.step if origin is not None and origin is not self._here else None
+    return Ended(waiting, tuple(scores), kept.resume(), self._made, came_from)
+
+  def _origin(self, arm: Arm, means: Means) -> Snapshot | None:
+    """Where an arm begins; None if there is no such state any more."""
+    first = arm.actions[0]
+    if first.begins == "here":
+      return self._here
+    if first.begins == "good" and first.replays and not means.unchanged:
+      return None  # the same steps would not be the same
+    return getattr(means, first.begins)
+
+  def _make(self, arm: Arm, end: int, means: Means) -> tuple[TrainState, list[StepMetrics]] | None:
+    """Where an arm ends, and its metrics since the arms parted.
+
+    None if it cannot be made, or if it only makes the same steps again and they lead here.
+    """
+    origin = self._origin(arm, means)
+    if origin is None:
+      return None
+    replays, is_check = arm.actions[0].replays, arm.actions == (Repeat(),)
+    state = origin.resume()
+    if origin is not self._here and not is_check:
+      control, rate = self._here.some(lambda s: (s.control, s.reflex.rate))
+      state = as_of(state, origin.step if replays else self.first, control, rate)
+    try:
+      for action in arm.actions:
+        state = state if action.needs_saved else carry_out(action, state, means.cfg)
+    except SurgeryError:  # an edit that has become impossible
+      return None
+    parted = list[StepMetrics]()
+    begin = origin if replays else self._here
+    updates = means.ahead(json.loads(begin.saved))
+    with updates.batches() as batches:
+      for number, batch in enumerate(islice(batches, end - begin.step), begin.step):
+        if number == self.first and is_check and self._is_here(state, means):
+          return None
+        state, metrics = updates.train_step(state, batch)
+        self._made += 1
+        if number >= self.first:
+          parted.append(metrics)
+    return state, parted
+
+  def _is_here(self, state: TrainState, means: Means) -> bool:
+    """Whether steps that were made again led to where the arms part."""
+    if means.exact:
+      assert state.reflex is not None, "only a run with a reflex is compared"
+      (written,) = self._here.some(lambda s: (s.reflex.written,))
+      return bool(np.array_equal(np.asarray(state.reflex.written), np.asarray(written)))
+    held = means.held(state.model)
+    return all(abs(held[name] - loss) <= means.margin for name, loss in self._held.items())
+
+  def _seen_batches(self, means: Means) -> list[Batch]:
+    """A few batches that were trained on between the snapshot and here."""
+    good = means.good
+    count = 0 if good is None else self.first - good.step
+    if good is None or not count:
+      return []
+    places = set(np.linspace(0, count - 1, min(count, SEEN_BATCHES)).astype(int).tolist())
+    with means.ahead(json.loads(good.saved)).batches() as batches:
+      return [batch for place, batch in enumerate(islice(batches, count)) if place in places]
+
+
+def _score(means: Means, model: Decoder, metrics: list[StepMetrics], seen: list[Batch]) -> Score:
+  coming = tuple(one.on_host()["train/loss"] for one in metrics)
+  sums = [means.seen(model, batch) for batch in seen]
+  tokens = math.fsum(number for _, number in sums)
+  loss = math.fsum(total for total, _ in sums) / tokens if tokens else math.nan
+  return Score(means.held(model), coming, loss)
