@@ -124,21 +124,18 @@ class Comparison:
     waiting = best = score(state.model, self.metrics)
     if is_mended(self.proposal, waiting):
       return Ended(waiting, (), state, 0, None)
-    kept, origin, scores = Snapshot.swap_out(step, state), None, list[Score | None]()
+    kept, won, scores = Snapshot.swap_out(step, state), None, list[Score | None]()
     for arm in self.proposal.arms:
       made = self._make(arm, step, means)
-      if made is None:
-        scores.append(None)
-        continue
-      other, metrics = made
-      scores.append(reached := score(other.model, metrics))
-      if not is_better(self.proposal, arm, reached, best):
-        continue
-      best, kept = reached, Snapshot.swap_out(step, other)
-      origin = self._origin(arm, means)
+      reached = None if made is None else score(made[0].model, made[1])
+      scores.append(reached)
+      if made is not None and reached is not None and is_better(self.proposal, arm, reached, best):
+        best, won, kept = reached, arm, Snapshot.swap_out(step, made[0])
+      del made  # there is memory for one state
       if is_mended(self.proposal, best):
         break
-    came_from = origin.step if origin is not None and origin is not self._here else None
+    origin = None if won is None else self._origin(won, means)
+    came_from = None if origin is None or origin is self._here else origin.step
     return Ended(waiting, tuple(scores), kept.resume(), self._made, came_from)
 
   def _origin(self, arm: Arm, means: Means) -> Snapshot | None:
@@ -192,10 +189,10 @@ class Comparison:
 
   def _seen_batches(self, means: Means) -> list[Batch]:
     """A few batches that were trained on between the snapshot and here."""
-    good = means.good
-    count = 0 if good is None else self.first - good.step
-    if good is None or not count:
+    good, counts = means.good, any(arm.remembers for arm in self.proposal.arms)
+    if good is None or good.step == self.first or not counts:
       return []
+    count = self.first - good.step
     places = set(np.linspace(0, count - 1, min(count, SEEN_BATCHES)).astype(int).tolist())
     with means.ahead(json.loads(good.saved)).batches() as batches:
       return [batch for place, batch in enumerate(islice(batches, count)) if place in places]
