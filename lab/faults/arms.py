@@ -21,57 +21,42 @@ class How(NamedTuple):
   before: Callable[[], optax.GradientTransformation] | None = None  # clip and Adam
 
 
-class Kind(NamedTuple):
-  """What makes an arm."""
+class Arm(NamedTuple):
+  """A way to guard a run."""
 
-  program: str = "clip"  # in `PROGRAMS`
+  how: How = How()
   guard: Callable[[], guards.Guard] | None = None  # of the host
   supervised: bool = False  # whether the orchestrator's supervisor watches
 
 
-PROGRAMS = {
-  "none": How(clip=False),
-  "clip": How(),
-  "adagc": How(clip=False, before=clips.adagc),
-  "zclip": How(before=clips.zclip),
-  "act": How(mode="act"),
-  "observe": How(mode="observe"),
-}
 OURS = "ours"
 OWN = {  # `reflex` is the ablation: the guard inside the step, and nobody who watches
-  OURS: Kind("act", supervised=True),
-  "ours-observe": Kind("observe", supervised=True),
-  "reflex": Kind("act"),
+  OURS: Arm(How("act"), supervised=True),
+  "ours-observe": Arm(How("observe"), supervised=True),
+  "reflex": Arm(How("act")),
 }
 ARMS = {
-  "none": Kind("none"),
-  "clip": Kind(),
-  "adagc": Kind("adagc"),
-  "zclip": Kind("zclip"),
-  "skip_step": Kind(guard=guards.SkipStep),
-  "rewind": Kind(guard=guards.Rewind),
-  "ema_rollback": Kind(guard=guards.EmaRollback),
-  "zscore_ladder": Kind(guard=guards.ZscoreLadder),
-  "restart": Kind(guard=guards.Restart),
+  "none": Arm(How(clip=False)),
+  "clip": Arm(),
+  "adagc": Arm(How(clip=False, before=clips.adagc)),
+  "zclip": Arm(How(before=clips.zclip)),
+  "skip_step": Arm(guard=guards.SkipStep),
+  "rewind": Arm(guard=guards.Rewind),
+  "ema_rollback": Arm(guard=guards.EmaRollback),
+  "zscore_ladder": Arm(guard=guards.ZscoreLadder),
+  "restart": Arm(guard=guards.Restart),
 } | OWN
 
 
-def arm(name: str) -> Kind:
+def find(name: str) -> Arm:
   """The arm of `ARMS`, or the guard `module:Class` of somebody else."""
-  return ARMS[name] if name in ARMS else Kind(guard=guards.load(name))
+  return ARMS[name] if name in ARMS else Arm(guard=guards.load(name))
 
 
-def build(name: str, cfg: Config, settings: tuple[tuple[str, Any], ...] = ()) -> Program:
-  """Build a program under the current mesh; nothing is compiled yet.
-
-  Args:
-    name: in `PROGRAMS`.
-    cfg: the resolved config of the suite.
-    settings: of a scenario.
-  """
-  how, given = PROGRAMS[name], dict(settings)
+def build(how: How, cfg: Config, settings: tuple[tuple[str, Any], ...]) -> Program:
+  """Build a program with the settings of a scenario under the current mesh, to be compiled."""
+  given = dict(settings) | ({} if how.clip else {"grad_clip": 0.0})
   phases = given.pop("phases", cfg.data.phases)
-  given |= {} if how.clip else {"grad_clip": 0.0}
   cfg = dataclasses.replace(
     cfg,
     optimizer=dataclasses.replace(cfg.optimizer, **given),

@@ -21,7 +21,7 @@ from ats_jax.model.decoder import Decoder
 from ats_jax.sharding.mesh import to_global
 from ats_jax.step.program import Program, init_state
 from ats_jax.step.state import TrainState
-from lab.faults import arms
+from lab.faults.arms import How, build
 from lab.faults.domains import DOMAINS, open_domain
 from lab.faults.results import Record
 from lab.faults.scenarios import RATE, SCENARIOS, Rows
@@ -97,17 +97,17 @@ class Bench:
     }
 
   @functools.cache  # noqa: B019  a process has one bench
-  def program(self, name: str, settings: tuple[tuple[str, Any], ...] = ()) -> Program:
-    """The program of `PROGRAMS` with a scenario's settings; all score with the same one."""
-    program = arms.build(name, self.cfg, settings)
-    if (name, settings) == ("clip", ()):
-      return program
-    return dataclasses.replace(program, eval_step=self.program("clip").eval_step)
+  def program(self, how: How, settings: tuple[tuple[str, Any], ...] = ()) -> Program:
+    """A program with a scenario's settings; all score with the same one."""
+    program = build(how, self.cfg, settings)
+    is_first = (how, settings) == (How(), ())
+    scores = program if is_first else self.program(How())
+    return dataclasses.replace(program, eval_step=scores.eval_step)
 
   @functools.lru_cache(maxsize=2)  # noqa: B019
-  def first(self, name: str, seed: int) -> TrainState:
-    """The state of step 0 of a program of `PROGRAMS`; not to be donated."""
-    program = self.program(name)
+  def first(self, how: How, seed: int) -> TrainState:
+    """The state of step 0; not to be donated."""
+    program = self.program(how)
     cfg = dataclasses.replace(program.cfg, seed=seed)
     return init_state(cfg, program.num, program.optimizer)
 

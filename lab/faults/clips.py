@@ -24,13 +24,9 @@ def zclip(
   A norm more than `z_max` sigmas above the mean is clipped to mean + z_max * std * (z_max / z).
   The statistics take in the clipped norm. Until `warmup` norms are seen, nothing is clipped.
   """
-
-  def init(params):
-    del params
-    return ClipState(jnp.zeros((), jnp.int32), jnp.zeros(2))  # mean and variance
+  init = lambda params: ClipState(jnp.zeros((), jnp.int32), jnp.zeros(2))  # mean and variance
 
   def update(updates, state, params=None):
-    del params
     size, (old_mean, old_var) = norm(updates), state.stats
     std = jnp.sqrt(old_var)
     z = (size - old_mean) / (std + eps)
@@ -69,11 +65,10 @@ def adagc(
 
     return jax.tree_util.tree_map_with_path(one, tree)
 
-  def init(params):
-    return ClipState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, norms(params)))
+  zeros = lambda tree: jax.tree.map(jnp.zeros_like, norms(tree))
+  init = lambda params: ClipState(jnp.zeros((), jnp.int32), zeros(params))
 
   def update(updates, state, params=None):
-    del params
     warming = state.seen < warmup
     whole = jnp.minimum(1.0, absolute / norm(updates))
     sizes = norms(updates)

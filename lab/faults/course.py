@@ -18,7 +18,7 @@ from ats_jax.orchestrator.trials.paired import NextUpdates, Update
 from ats_jax.orchestrator.trials.snapshots import Snapshot
 from ats_jax.sharding.mesh import to_global
 from ats_jax.step.state import StepMetrics, TrainState
-from lab.faults import arms
+from lab.faults.arms import How, find
 from lab.faults.bench import Bench
 from lab.faults.inject import Fault, Miscomputed
 from lab.faults.keepers import Keeper, Log, at_step, copied, keeper
@@ -44,10 +44,10 @@ class Loop:
     rate: what a guard multiplies the schedule's rate by.
   """
 
-  def __init__(self, bench: Bench, kind: arms.Kind, scenario: str, seed: int):
+  def __init__(self, bench: Bench, how: How, scenario: str, seed: int):
     """Let chance decide what is going to happen."""
     self._bench, self._seed, self.scenario = bench, seed, SCENARIOS[scenario]
-    self.program = bench.program(kind.program, self.scenario.settings)
+    self.program = bench.program(how, self.scenario.settings)
     other = functools.partial(bench.other_rows, seed)
     self.draw = self.scenario.draw(scenario, seed, bench.cfg.num_steps, bench.vocab_size, other)
     self.made, self.rate, self._next = 0, 1.0, 0
@@ -148,13 +148,13 @@ class Course:
     self, bench: Bench, arm: str, scenario: str, seed: int, begin: Checkpoint | None = None
   ):
     """Begin at step 0, or go on from a checkpoint of a clean run of the same seed."""
-    self._bench, self._kind = bench, arms.arm(arm)
-    self.loop = Loop(bench, self._kind, scenario, seed)
-    self.log, self.step, self._charged = Log([], [], [], [], [], []), 0, 0
+    self._bench, self._arm = bench, find(arm)
+    self.loop = Loop(bench, self._arm.how, scenario, seed)
+    self.log, self.step, self._charged = Log([], [], [], [], []), 0, 0
     self.names, self.is_over = (), False
     self.keeper = Keeper()
     if begin is None:
-      self.state = copied(bench.first(self._kind.program, seed))
+      self.state = copied(bench.first(self._arm.how, seed))
       self.loop.begin(self.state)
       self.checkpoint = self._checkpoint(None)
     else:
@@ -167,9 +167,10 @@ class Course:
     """From the last checkpoint on."""
     bench, loop, domain = self._bench, self.loop, self.loop.scenario.domain
     look = lambda state: bench.look(loop.program, state, domain)
-    make = lambda: Supervisor(loop.program, bench.probe(domain), loop=loop)
+    # A schedule that is wrong is wrong for the host as well: nobody knows a right one.
+    make = lambda: Supervisor(loop.program, bench.probe(domain), loop=loop, schedule=None)
     self.keeper.close()
-    self.keeper = keeper(self.log, self._kind.guard, look, make if self._kind.supervised else None)
+    self.keeper = keeper(self.log, self._arm.guard, look, make if self._arm.supervised else None)
     self.keeper.start(self.step, self.state, self.checkpoint.kept)
 
   def _checkpoint(self, kept: Any) -> Checkpoint:
@@ -191,7 +192,6 @@ class Course:
     now = self.loop.injection(self.step)
     if now.state is not None:
       self.state = now.state(self.state)
-    self.log.tokens.append(_tokens(now))
     self.keeper.before(self.state)
     self.loop.rate = self.keeper.rate
     state, metrics = self.loop.update(self.step, self.state, now)
@@ -259,7 +259,6 @@ def run(
   reflex = {name: metrics[name] != usual for name, usual in REFLEX.items() if acts}
   left_out = reflex.get("reflex/skipped", np.zeros(len(log.rows), bool))
   left_out[: len(log.left_out)] |= np.array(log.left_out, bool)
-  tokens = np.array(log.tokens)
   return {
     "arm": arm,
     "scenario": scenario,
@@ -271,8 +270,6 @@ def run(
     "loss": scores["main"][0],
     "finite": all(finite for _, finite in scores.values()),
     "domains": {name: loss for name, (loss, _) in scores.items()},
-    "tokens": {name: [int(tokens[:, i].sum()), int(tokens[left_out, i].sum())]
-               for i, name in enumerate(domains)},
     "left_out": int(left_out.sum()),
     "rate_held": int(reflex.get("reflex/rate_scale", np.zeros(1)).sum()),
     "actions": log.actions,
@@ -285,13 +282,6 @@ def run(
     "weights": _digest(course.state),
     "secs": round(time.perf_counter() - began, 2),
   }  # fmt: skip
-
-
-def _tokens(now: Injection) -> tuple[int, int]:
-  """Tokens with loss of a batch: of the run's own text, and of the other domain."""
-  counts = now.rows["loss_mask"].sum(axis=(0, 2))
-  other = 0 if now.other is None else int(counts[now.other].sum())
-  return int(counts.sum()) - other, other
 
 
 def _digest(state: TrainState) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 # the schedule's rate from the next step on, until another one.
 Decision = Literal["continue", "skip", "rollback"] | tuple[Literal["rate", "rollback"], float]
 IN_A_ROW, CALM = 3, 50  # rollbacks that did not help; steps after which the next is the first again
-LEFT_OUT_IN_A_ROW = 10  # steps, after which one is taken, or the run goes back
+LEFT_OUT = 10  # finite steps in a row, after which one is taken
 
 
 class Guard(Protocol):
@@ -54,89 +54,75 @@ def load(name: str) -> type[Guard]:
 
 
 class _Rule:
-  """A guard that judges each step by itself."""
+  """A guard that judges each step, leaves it out if it is not finite, and may go back.
+
+  After `PATIENCE` steps in a row that are not finite the state is taken to be broken, and the run
+  goes back, `IN_A_ROW` times without success.
+  """
+
+  LENGTH, PATIENCE = 1, 10
 
   def __init__(self):
     self._decision: Decision = "continue"
+    self._seen = deque[tuple[float, float]](maxlen=self.LENGTH)  # losses and gradient norms
+    self._rollbacks, self._last, self._broken, self._left_out = 0, -CALM, 0, 0
 
   def observe(self, step: int, metrics: Mapping[str, float], probe: float | None) -> None:
     """See `Guard`."""
     del probe
-    names = ("train/loss", "train/grad_norm", "train/param_norm")
-    self._decision = self._judge(step, *(metrics[name] for name in names))
+    loss, norm, weights = (metrics[f"train/{name}"] for name in ("loss", "grad_norm", "param_norm"))
+    if np.isfinite([loss, norm, weights]).all():
+      self._broken = 0
+      self._decision = self._judge(step, loss, norm)
+    else:
+      self._broken += 1
+      back = self._broken > self.PATIENCE and self._may_go_back(step)
+      self._decision = "rollback" if back else "skip"
 
   def decide(self) -> Decision:
     """See `Guard`."""
     return self._decision
 
-  def _judge(self, step: int, loss: float, grad_norm: float, param_norm: float) -> Decision:
+  def _judge(self, step: int, loss: float, norm: float) -> Decision:
     raise NotImplementedError
+
+  def _may_leave_out(self, wants: bool) -> bool:
+    """Whether a step may be left out, which it then is: `LEFT_OUT` in a row, and one is taken."""
+    self._left_out = self._left_out + 1 if wants and self._left_out < LEFT_OUT else 0
+    return self._left_out > 0
+
+  def _may_go_back(self, step: int) -> bool:
+    """Whether the run may go back, which it then does."""
+    self._rollbacks = 0 if step - self._last >= CALM else self._rollbacks
+    if self._rollbacks == IN_A_ROW:
+      return False
+    self._rollbacks, self._last, self._broken = self._rollbacks + 1, step, 0
+    self._seen.clear()
+    return True
 
 
 class SkipStep(_Rule):
   """Leaves a step out if loss or gradient norm is 6 sigmas off the mean of the last 128 steps.
 
   OLMo-core's `SkipStepOptimizer` (github.com/allenai/OLMo-core; Levanter and MaxText have it too),
-  made two-sided and safe for NaN: values that are not finite never enter the window, and their
-  steps are always left out. Nothing else is before half a window is seen. After
-  `LEFT_OUT_IN_A_ROW` steps one is taken.
+  made two-sided and safe for NaN: values that are not finite never enter the window. Nothing
+  finite is left out before half a window is seen.
   """
 
-  LENGTH, SIGMAS = 128, 6.0
+  LENGTH, SIGMAS, PATIENCE = 128, 6.0, math.inf
 
-  def __init__(self):
-    super().__init__()
-    self._window, self._left_out = deque[tuple[float, float]](maxlen=self.LENGTH), 0
-
-  def _judge(self, step: int, loss: float, grad_norm: float, param_norm: float) -> Decision:
-    new, skip = (loss, grad_norm), False
-    if not np.isfinite(new).all():
-      return "skip"
-    if len(self._window) >= self.LENGTH // 2:
-      seen = np.array(self._window)
-      off = np.abs(new - seen.mean(axis=0)) > self.SIGMAS * seen.std(axis=0, ddof=1)
-      skip = bool(off.any()) and self._left_out < LEFT_OUT_IN_A_ROW
-    self._left_out = self._left_out + 1 if skip else 0
-    self._window.append(new)
-    return "skip" if skip else "continue"
+  def _judge(self, step: int, loss: float, norm: float) -> Decision:
+    del step
+    is_off = False
+    if len(self._seen) >= self.LENGTH // 2:
+      seen = np.array(self._seen)
+      off = np.abs(np.array((loss, norm)) - seen.mean(axis=0))
+      is_off = bool(np.any(off > self.SIGMAS * seen.std(axis=0, ddof=1)))
+    self._seen.append((loss, norm))
+    return "skip" if self._may_leave_out(is_off) else "continue"
 
 
-class _GoesBack(_Rule):
-  """A rule that may go back, `IN_A_ROW` times without success.
-
-  A step that is not finite is left out; after `LEFT_OUT_IN_A_ROW` of them the state is taken to be
-  broken, and the run goes back.
-  """
-
-  LENGTH: int
-
-  def __init__(self):
-    super().__init__()
-    self._losses = deque[float](maxlen=self.LENGTH)
-    self._rollbacks, self._last, self._broken = 0, -CALM, 0
-
-  def _judge(self, step: int, loss: float, grad_norm: float, param_norm: float) -> Decision:
-    if np.isfinite([loss, grad_norm, param_norm]).all():
-      self._broken = 0
-      return self._judge_finite(step, loss)
-    self._broken += 1
-    back = self._broken > LEFT_OUT_IN_A_ROW and self._may_go_back(step)
-    return "rollback" if back else "skip"
-
-  def _may_go_back(self, step: int) -> bool:
-    """Whether the run may go back now, which it then does."""
-    self._rollbacks = 0 if step - self._last >= CALM else self._rollbacks
-    if self._rollbacks == IN_A_ROW:
-      return False
-    self._rollbacks, self._last, self._broken = self._rollbacks + 1, step, 0
-    self._losses.clear()
-    return True
-
-  def _judge_finite(self, step: int, loss: float) -> Decision:
-    raise NotImplementedError
-
-
-class Rewind(_GoesBack):
+class Rewind(_Rule):
   """Goes back when the loss stands high, and leaves out the batches since then.
 
   As PaLM (arXiv:2204.02311, section 5.1) and GLM-130B (arXiv:2210.02414) did by hand. Looks each 10
@@ -146,9 +132,9 @@ class Rewind(_GoesBack):
 
   LENGTH, EVERY, NEWEST, LEAST, RISE, SIGMAS = 60, 10, 10, 30, 0.25, 3.0
 
-  def _judge_finite(self, step: int, loss: float) -> Decision:
-    self._losses.append(loss)
-    losses = np.array(self._losses)
+  def _judge(self, step: int, loss: float, norm: float) -> Decision:
+    self._seen.append((loss, norm))
+    losses = np.array(self._seen)[:, 0]
     before, newest = losses[: -self.NEWEST], losses[-self.NEWEST :]
     if step % self.EVERY or len(before) < self.LEAST:
       return "continue"
@@ -157,28 +143,25 @@ class Rewind(_GoesBack):
     return "rollback" if is_high and self._may_go_back(step) else "continue"
 
 
-class EmaRollback(_GoesBack):
+class EmaRollback(_Rule):
   """Goes back when the loss is 3 times its exponential average.
 
   The rule of Lightning's `SpikeDetection` callback (a running mean and a factor; its default is 2),
   with a rollback in place of its stop.
   """
 
-  LENGTH, DECAY, FACTOR, WARMUP = 1, 0.95, 3.0, 20
+  DECAY, FACTOR = 0.95, 3.0
+  mean: float | None = None
 
-  def __init__(self):
-    super().__init__()
-    self._mean, self._seen = 0.0, 0
-
-  def _judge_finite(self, step: int, loss: float) -> Decision:
-    if self._seen >= self.WARMUP and loss > self.FACTOR * self._mean:
+  def _judge(self, step: int, loss: float, norm: float) -> Decision:
+    del norm
+    if self.mean is not None and loss > self.FACTOR * self.mean:
       return "rollback" if self._may_go_back(step) else "continue"
-    self._mean = self.DECAY * self._mean + (1.0 - self.DECAY) * loss if self._seen else loss
-    self._seen += 1
+    self.mean = loss if self.mean is None else self.DECAY * self.mean + (1.0 - self.DECAY) * loss
     return "continue"
 
 
-class ZscoreLadder(_GoesBack):
+class ZscoreLadder(_Rule):
   """Lowers the rate, leaves the step out, or goes back, the farther off the loss is.
 
   By its z-score over the last 50 losses that were taken: above 3 half the rate for 10 steps, above
@@ -188,46 +171,44 @@ class ZscoreLadder(_GoesBack):
   """
 
   LENGTH, LEAST, SLOW, SKIP, BACK, FACTOR, HELD = 50, 30, 3.0, 4.0, 6.0, 0.5, 10
+  slow_until = math.inf
 
-  def __init__(self):
-    super().__init__()
-    self._slow_until, self._left_out = math.inf, 0
-
-  def _judge_finite(self, step: int, loss: float) -> Decision:
-    losses, z = np.array(self._losses), 0.0
-    if losses.size >= self.LEAST:
+  def _judge(self, step: int, loss: float, norm: float) -> Decision:
+    z = 0.0
+    if len(self._seen) >= self.LEAST:
+      losses = np.array(self._seen)[:, 0]
       z = (loss - losses.mean()) / max(float(losses.std(ddof=1)), 1e-6)
     if z > self.BACK and self._may_go_back(step):
       return "rollback"
-    if z > self.SKIP and self._left_out < LEFT_OUT_IN_A_ROW:
-      self._left_out += 1
+    if self._may_leave_out(z > self.SKIP):
       return "skip"
-    self._left_out = 0
-    self._losses.append(loss)
+    self._seen.append((loss, norm))
     if z > self.SLOW:
-      self._slow_until = step + self.HELD
+      self.slow_until = step + self.HELD
       return "rate", self.FACTOR
-    if step < self._slow_until:
+    if step < self.slow_until:
       return "continue"
-    self._slow_until = math.inf
+    self.slow_until = math.inf
     return "rate", 1.0
 
 
-class Restart(_Rule):
+class Restart:
   """Stops at the first loss or weight that is not finite, and goes on from the last checkpoint.
 
-  What a launcher does with a trainer that checks for NaN, as torchrun's restarts of a failed
-  worker, 3 times. Checkpoints are 100 steps apart.
+  What a launcher does with a trainer that checks for NaN, as torchrun's `--max-restarts=3`.
+  Checkpoints are 100 steps apart.
   """
 
-  EVERY = 100
+  EVERY, MOST = 100, 3
+  restarts, steps = 0, 0
 
-  def __init__(self):
-    super().__init__()
-    self._restarts = 0
+  def observe(self, step: int, metrics: Mapping[str, float], probe: float | None) -> None:
+    """See `Guard`."""
+    del probe
+    sound = np.isfinite([metrics["train/loss"], metrics["train/param_norm"]]).all()
+    stops = not sound and self.restarts < self.MOST
+    self.restarts, self.steps = self.restarts + stops, stops * ((step - 1) % self.EVERY + 1)
 
-  def _judge(self, step: int, loss: float, grad_norm: float, param_norm: float) -> Decision:
-    if np.isfinite([loss, param_norm]).all() or self._restarts == IN_A_ROW:
-      return "continue"
-    self._restarts += 1
-    return "rollback", (step - 1) % self.EVERY + 1
+  def decide(self) -> Decision:
+    """See `Guard`."""
+    return ("rollback", self.steps) if self.steps else "continue"

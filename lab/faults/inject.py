@@ -32,39 +32,26 @@ WAYS = ("scale", "shift", "flip", "old")
 
 
 class Fault(NamedTuple):
-  """Numbers that are wrong in a step; float32 scalars.
+  """Numbers that are wrong in a step; float32 scalars."""
 
-  Attributes:
-    gradient: multiplies the gradients; may be NaN.
-    rate: multiplies the optimizer's directions: a rate that neither schedule nor metrics know of.
-    schedule: multiplies the schedule's rate.
-  """
-
-  gradient: jax.Array | float = 1.0
-  rate: jax.Array | float = 1.0
-  schedule: jax.Array | float = 1.0
+  gradient: jax.Array | float = 1.0  # multiplies the gradients; may be NaN
+  rate: jax.Array | float = 1.0  # multiplies the directions: neither schedule nor metrics know it
+  schedule: jax.Array | float = 1.0  # multiplies the schedule's rate
 
 
 class Miscomputed(NamedTuple):
   """A part of what a step computes is wrong.
 
-  The numbers of a place are those of its tensors, one after the other.
-
-  Attributes:
-    place: of `PLACES`, by number: weights that both passes use (a matmul, an all-gather), the last
-      activations, gradients after their reduction, directions of the optimizer.
-    way: of `WAYS`, by number: multiplied by `amount`, shifted by so many numbers, with bit `amount`
-      of the first one flipped, or `old` (weights only).
-    first: share of the numbers of the place at which the part begins.
-    last: share at which it ends.
-    amount: see `way`; may be NaN.
+  The places are the weights that both passes use (a matmul, an all-gather), the last activations,
+  gradients after their reduction, and directions of the optimizer. What is wrong is multiplied by
+  `amount`, shifted by so many numbers, has bit `amount` of the first one flipped, or is `old`.
   """
 
-  place: Any = 0
-  way: Any = 0
-  first: Any = 0.0
-  last: Any = 1.0
-  amount: Any = 1.0
+  place: Any = 0  # in `PLACES`
+  way: Any = 0  # in `WAYS`
+  first: Any = 0.0  # share of the numbers of the place, tensor by tensor, at which it begins
+  last: Any = 1.0  # share at which it ends
+  amount: Any = 1.0  # may be NaN
 
   def on_device(self) -> "Miscomputed":
     """The numbers as arrays, so that no value is compiled in."""
@@ -160,8 +147,8 @@ class _Passes(Part):
     return merge(self._wrong.of("weights", trainable(model), self._old), model)
 
   @override
-  def gradients(self, inner: Gradients, *args: Any) -> tuple[Any, StackStats, Any]:
-    sums, stats, grads = inner(*args)
+  def gradients(self, inner: Gradients, *args: Any, **kwargs: Any) -> tuple[Any, StackStats, Any]:
+    sums, stats, grads = inner(*args, **kwargs)
     return sums, stats, self._wrong.of("gradients", grads)
 
 

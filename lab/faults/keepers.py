@@ -24,10 +24,9 @@ copied = jax.jit(lambda tree: jax.tree.map(lambda x: x.copy(), tree))  # a step 
 
 
 class Log(NamedTuple):
-  """What a run did: lists, of which the first three have an entry for each step that was made."""
+  """What a run did: lists, of which the first two have an entry for each step that was made."""
 
   rows: list[jax.Array]  # `StepMetrics.values`
-  tokens: list[tuple[int, int]]  # of the run's own text, and of another domain
   left_out: list[bool]  # whether a guard of the host took it back
   actions: list[tuple[int, str, Any]]  # step, what, detail; docs/lab/faults.md
   looks: list[tuple[int, str]]  # of the supervisor: step, finding; "" without one

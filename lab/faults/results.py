@@ -67,15 +67,11 @@ def merged(paths: Iterable[Path]) -> list[Record]:
   """The runs of several files.
 
   Raises:
-    ValueError: if two of them hold the same run, or a file holds none.
+    ValueError: if a file holds none.
   """
-  found: dict[Key, tuple[Path, Record]] = {}
+  found: dict[Key, Record] = {}
   for path in paths:
-    records = Results(path).records
-    if not records:
+    if not (records := Results(path).records):
       raise ValueError(f"--results={path} holds no runs. Make some: python -m lab.faults run.")
-    for key, record in records.items():
-      if key in found:
-        raise ValueError(f"{found[key][0]} and {path} both hold {key}. Give one of them.")
-      found[key] = path, record
-  return [record for _, record in found.values()]
+    found |= records
+  return list(found.values())

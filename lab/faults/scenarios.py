@@ -19,7 +19,6 @@ from ats_jax.config.schema.mixture import Phase
 from ats_jax.model.param import Role, merge, params_of, trainable
 from ats_jax.step.optimizers.base import per_parameter
 from ats_jax.step.state import TrainState
-from lab.faults.domains import DOMAINS
 from lab.faults.inject import PLACES, WAYS, Miscomputed
 
 Rows = dict[str, np.ndarray]  # arrays [accum, batch, seq]
@@ -35,7 +34,6 @@ class Injection(NamedTuple):
   rows: Rows  # that are trained on
   schedule: float = 1.0  # multiplies the schedule's rate
   state: Callable[[TrainState], TrainState] | None = None  # what becomes of the state before it
-  other: np.ndarray | None = None  # bool [batch], rows of the scenario's domain; None = no row
 
 
 class Draw(NamedTuple):
@@ -88,24 +86,16 @@ class Scenario(NamedTuple):
     return Draw(name, seed, onset, num_steps, vocab_size, rows)
 
 
-# ---- data
+# ---- data, some rows of which are changed
 
-
-def _stream(rows: Rows, ids: np.ndarray) -> Rows:
-  """`rows` with the text `ids` [accum, batch, seq + 1]."""
-  return rows | {"tokens": ids[..., :-1], "targets": ids[..., 1:]}
+Change = Callable[[Draw, int, Rows], Rows]
 
 
 def garbage(draw: Draw, step: int, rows: Rows) -> Rows:
   """Bytes without meaning."""
   *lead, seq = rows["tokens"].shape
   ids = draw.rng(step).integers(0, min(256, draw.vocab_size), (*lead, seq + 1), dtype=np.int32)
-  return _stream(rows, ids)
-
-
-def wrong_targets(draw: Draw, step: int, rows: Rows) -> Rows:
-  """Targets in another order within each row."""
-  return rows | {"targets": draw.rng(step).permuted(rows["targets"], axis=-1)}
+  return rows | {"tokens": ids[..., :-1], "targets": ids[..., 1:]}
 
 
 def repeated_text(draw: Draw, step: int, rows: Rows) -> Rows:
@@ -114,53 +104,42 @@ def repeated_text(draw: Draw, step: int, rows: Rows) -> Rows:
   return {name: np.broadcast_to(first[name][:, :1], x.shape).copy() for name, x in rows.items()}
 
 
-def repeated_token(draw: Draw, step: int, rows: Rows) -> Rows:
-  """One token over and over."""
-  *lead, seq = rows["tokens"].shape
-  return _stream(rows, np.full((*lead, seq + 1), draw.rng().integers(256), np.int32))
-
-
 def token_offset(draw: Draw, step: int, rows: Rows) -> Rows:
   """Ids of a tokenizer with another number of special tokens."""
   shifted = lambda x: np.where(x < 256, (x + 3) % 256, x).astype(x.dtype)
   return rows | {name: shifted(rows[name]) for name in ("tokens", "targets")}
 
 
-def bad_positions(draw: Draw, step: int, rows: Rows) -> Rows:
-  """Positions 64 times too far apart: bad packing."""
-  return rows | {"positions": rows["positions"] * 64}
+def wrong_targets(draw: Draw, step: int, rows: Rows) -> Rows:
+  """Targets in another order within each row."""
+  return rows | {"targets": draw.rng(step).permuted(rows["targets"], axis=-1)}
 
 
-def _bad_rows(
-  change: Callable[[Draw, int, Rows], Rows], length: float = math.inf, share: float = 1.0
-) -> Scenario:
-  """A share of the rows is changed, in as many batches."""
-
+def _bad_rows(change: Change, length: float = math.inf, share: float = 1.0) -> Scenario:
   def inject(draw: Draw, step: int, rows: Rows) -> Injection:
     if not draw.within(step, length):
       return Injection(rows)
-    size = rows["tokens"].shape[1]
-    taken = draw.rng(step + draw.num_steps).random(size) < share
-    changed = change(draw, step, rows)
-    pick = lambda old, new: np.where(taken[None, :, None], new, old)
-    return Injection({name: pick(x, changed[name]) for name, x in rows.items()})
+    taken = draw.rng(step + draw.num_steps).random(rows["tokens"].shape[1]) < share
+    return Injection(_picked(taken, rows, change(draw, step, rows)))
 
   return Scenario("data", inject)
 
 
+def _picked(taken: np.ndarray, rows: Rows, other: Rows) -> Rows:
+  return {name: np.where(taken[None, :, None], other[name], x) for name, x in rows.items()}
+
+
 # ---- state: it is changed once, so that no batch and no step is to blame
+
+Edit = Callable[[np.ndarray, np.random.Generator], None]
 
 
 def _once(edit: Callable[[TrainState, np.random.Generator], TrainState]) -> Scenario:
   def inject(draw: Draw, step: int, rows: Rows) -> Injection:
-    if step != draw.onset:
-      return Injection(rows)
-    return Injection(rows, state=lambda state: edit(state, draw.rng(step)))
+    is_now, edited = step == draw.onset, lambda state: edit(state, draw.rng(step))
+    return Injection(rows, state=edited if is_now else None)
 
   return Scenario("state", inject)
-
-
-Edit = Callable[[np.ndarray, np.random.Generator], None]
 
 
 def matrices(params: list[Any]) -> list[int]:
@@ -182,7 +161,7 @@ def _edit_one(tree: Any, rng: np.random.Generator, edit: Edit) -> Any:
   return structure.unflatten(leaves)
 
 
-def _edit_weights(edit: Edit) -> Scenario:
+def _weights(edit: Edit) -> Scenario:
   def whole(state: TrainState, rng: np.random.Generator) -> TrainState:
     params = _edit_one(trainable(state.model), rng, edit)
     return dataclasses.replace(state, model=merge(params, state.model))
@@ -190,7 +169,7 @@ def _edit_weights(edit: Edit) -> Scenario:
   return _once(whole)
 
 
-def _edit_moments(name: str, edit: Callable[[Any, np.random.Generator], Any]) -> Scenario:
+def _moments(name: str, edit: Callable[[Any, np.random.Generator], Any]) -> Scenario:
   def whole(state: TrainState, rng: np.random.Generator) -> TrainState:
     (old,) = [tree for found, tree in per_parameter(state.opt_state) if found == name]
     swap = lambda tree: edit(tree, rng) if tree is old else tree
@@ -209,13 +188,10 @@ def _scaled(matrix: np.ndarray, rng: np.random.Generator) -> None:
 
 
 def _wrong_order(matrix: np.ndarray, rng: np.random.Generator) -> None:
-  """Shards of a matrix were restored in another order."""
   matrix[...] = np.roll(matrix, matrix.shape[-1] // 2, axis=-1)
 
 
 def _flip(bit: int) -> Edit:
-  """One bit flips, in an element that chance chooses."""
-
   def edit(array: np.ndarray, rng: np.random.Generator) -> None:
     array.reshape(-1).view(np.uint32)[rng.integers(array.size)] ^= np.uint32(1 << bit)
 
@@ -223,16 +199,11 @@ def _flip(bit: int) -> Edit:
 
 
 def _flip_moment(name: str, bit: int) -> Scenario:
-  return _edit_moments(name, lambda tree, rng: _edit_one(tree, rng, _flip(bit)))
+  return _moments(name, lambda tree, rng: _edit_one(tree, rng, _flip(bit)))
 
 
 def _flip_step(state: TrainState, rng: np.random.Generator) -> TrainState:
   return dataclasses.replace(state, step=_edited(state.step, rng, _flip(6)))
-
-
-def _lost(tree: Any, rng: np.random.Generator) -> Any:
-  """Moments come back as zeros: a restore in which a file of the optimizer was missing."""
-  return jax.tree.map(jnp.zeros_like, tree)
 
 
 # ---- the computation of a step
@@ -281,10 +252,8 @@ def _miscomputed(
 
 def _schedule(factor: float, length: float = math.inf, begins: int | None = None) -> Scenario:
   """The schedule is computed wrongly for as many steps."""
-
-  def inject(draw: Draw, step: int, rows: Rows) -> Injection:
-    return Injection(rows, schedule=factor if draw.within(step, length) else 1.0)
-
+  rate = lambda draw, step: factor if draw.within(step, length) else 1.0
+  inject = lambda draw, step, rows: Injection(rows, schedule=rate(draw, step))
   return Scenario("rate", inject, begins=begins)
 
 
@@ -301,84 +270,62 @@ def phases(*parts: tuple[float, int]) -> tuple[Phase, ...]:
 # ---- healthy
 
 
-def _mixed(draw: Draw, step: int, rows: Rows, domain: str, taken: np.ndarray) -> Injection:
-  """A batch with some rows of another domain."""
-  if not taken.any():
-    return Injection(rows, other=taken)
-  other = draw.rows(domain, step)
-  pick = lambda old, new: np.where(taken[:, None], new, old)
-  return Injection({name: pick(rows[name], other[name]) for name in rows}, other=taken)
-
-
-def _minority(domain: str, by: str, share: float) -> Scenario:
-  """A share of all text is of another domain: whole batches, rows, or batches in a row."""
-  assert domain in DOMAINS and by in ("batch", "row", "shard"), (domain, by)
+def _with(domain: str, taken: Callable[[Draw, int, int], np.ndarray], **more: Any) -> Scenario:
+  """Some rows are of another domain: of a run, a step and the number of rows, which."""
 
   def inject(draw: Draw, step: int, rows: Rows) -> Injection:
-    size = rows["tokens"].shape[1]
-    if by == "row":
-      return _mixed(draw, step, rows, domain, draw.rng(step).random(size) < share)
-    if by == "batch":
-      return _mixed(draw, step, rows, domain, np.full(size, draw.rng(step).random() < share))
-    length = min(SHARD, round(share * SHORTEST))
-    period = round(length / share)
+    chosen = taken(draw, step, rows["tokens"].shape[1])
+    return Injection(_picked(chosen, rows, draw.rows(domain, step)))
+
+  return Scenario("healthy", inject, domain=domain, **more)
+
+
+def _shards(share: float) -> Callable[[Draw, int, int], np.ndarray]:
+  """Batches in a row, as the files of a domain come."""
+  length = min(SHARD, round(share * SHORTEST))
+  period = round(length / share)
+
+  def taken(draw: Draw, step: int, size: int) -> np.ndarray:
     first = draw.rng().integers(period - length + 1)
-    return _mixed(draw, step, rows, domain, np.full(size, first <= step % period < first + length))
+    return np.full(size, first <= step % period < first + length)
 
-  return Scenario("healthy", inject, domain=domain, begins=0)
-
-
-def curriculum(draw: Draw, step: int, rows: Rows) -> Injection:
-  """From code to prose: the share of rows of prose rises from nothing to all."""
-  taken = draw.rng(step).random(rows["tokens"].shape[1]) < step / draw.num_steps
-  return _mixed(draw, step, rows, "prose", taken)
+  return taken
 
 
-def domain_switch(draw: Draw, step: int, rows: Rows) -> Injection:
-  """From the onset on, half of the rows are prose."""
-  size = rows["tokens"].shape[1]
-  return _mixed(draw, step, rows, "prose", (np.arange(size) < size // 2) & (step >= draw.onset))
+def _changed(change: Change, begins: int | None = None) -> Scenario:
+  """Batches are others from the onset on."""
+  inject = lambda draw, step, rows: Injection(
+    change(draw, step, rows) if step >= draw.onset else rows
+  )
+  return Scenario("healthy", inject, begins=begins)
 
 
-def rows_doubled(draw: Draw, step: int, rows: Rows) -> Injection:
-  """From the onset on, a batch has twice the rows."""
-  if step < draw.onset:
-    return Injection(rows)
+def _twice(draw: Draw, step: int, rows: Rows) -> Rows:
   more = draw.rows("main", step)
-  return Injection({k: np.concatenate([v, more[k]], axis=1) for k, v in rows.items()})
+  return {k: np.concatenate([v, more[k]], axis=1) for k, v in rows.items()}
 
 
-def accumulation(draw: Draw, step: int, rows: Rows) -> Injection:
-  """From the onset on, a batch comes in two parts."""
-  if step < draw.onset:
-    return Injection(rows)
-  return Injection({k: v.reshape(2, -1, v.shape[-1]) for k, v in rows.items()})
+def _in_two(draw: Draw, step: int, rows: Rows) -> Rows:
+  return {k: v.reshape(2, -1, v.shape[-1]) for k, v in rows.items()}
 
 
-def small_batch(draw: Draw, step: int, rows: Rows) -> Injection:
-  """From the onset on, a quarter of the rows of a batch counts."""
-  size = rows["tokens"].shape[1]
-  counts = (np.arange(size) < size // 4) | (step < draw.onset)
-  return Injection(rows | {"loss_mask": rows["loss_mask"] * counts[None, :, None]})
-
-
-def length_jump(draw: Draw, step: int, rows: Rows) -> Injection:
-  """Until the onset, rows are cut into documents of 8 tokens: a curriculum of lengths."""
-  if step >= draw.onset:
-    return Injection(rows)
+def _short(draw: Draw, step: int, rows: Rows) -> Rows:
+  """In the first half of a run, documents have 8 tokens: a curriculum of lengths."""
+  if step >= draw.num_steps // 2:
+    return rows
   piece, place = np.divmod(np.arange(rows["tokens"].shape[2], dtype=np.int32), 8)
   spread = lambda x: np.broadcast_to(x, rows["tokens"].shape)
-  return Injection(rows | {"segment_ids": spread(piece + 1), "positions": spread(place)})
+  return rows | {"segment_ids": spread(piece + 1), "positions": spread(place)}
 
 
 RATE = 4e-3  # the good learning rate of the suite's model
 SCENARIOS: dict[str, Scenario] = {
-  "nan_weight": _edit_weights(_some_nan),
-  "scaled_matrix": _edit_weights(_scaled),
-  "wrong_order": _edit_weights(_wrong_order),
-  "lost_moments": _edit_moments("nu", _lost),
-  "flip_weight_30": _edit_weights(_flip(30)),
-  "flip_weight_25": _edit_weights(_flip(25)),
+  "nan_weight": _weights(_some_nan),
+  "scaled_matrix": _weights(_scaled),
+  "wrong_order": _weights(_wrong_order),
+  "lost_moments": _moments("nu", lambda tree, rng: jax.tree.map(jnp.zeros_like, tree)),
+  "flip_weight_30": _weights(_flip(30)),
+  "flip_weight_25": _weights(_flip(25)),
   "flip_mu_30": _flip_moment("mu", 30),
   "flip_nu_30": _flip_moment("nu", 30),
   "flip_nu_31": _flip_moment("nu", 31),
@@ -403,9 +350,7 @@ SCENARIOS: dict[str, Scenario] = {
   "wrong_targets": _bad_rows(wrong_targets, 60),
   "wrong_targets_rows": _bad_rows(wrong_targets, share=0.25),
   "repeated_text": _bad_rows(repeated_text, 40),
-  "repeated_token": _bad_rows(repeated_token, 20),
   "token_offset": _bad_rows(token_offset, share=0.25),
-  "bad_positions": _bad_rows(bad_positions, 40),
   "computed_x10_forever": _schedule(10.0),
   "computed_x30_forever": _schedule(30.0),
   "computed_x30_burst": _schedule(30.0, 30),
@@ -413,16 +358,15 @@ SCENARIOS: dict[str, Scenario] = {
   "set_x30": _set("rate", learning_rate=30 * RATE),
   "set_phase_x30": _set("rate", phases=phases((RATE, 200), (30 * RATE, 0))),
   "clean": Scenario("healthy"),
-  "script_batch_10": _minority("script", "batch", 0.1),
-  "script_row_10": _minority("script", "row", 0.1),
-  "script_shard_25": _minority("script", "shard", 0.25),
-  "table_shard_25": _minority("table", "shard", 0.25),
-  "code_to_prose": Scenario("healthy", curriculum, domain="prose", begins=0),
-  "domain_switch": Scenario("healthy", domain_switch, domain="prose"),
+  "script_batch_10": _with("script", lambda d, i, n: np.full(n, d.rng(i).random() < 0.1), begins=0),
+  "script_row_10": _with("script", lambda d, i, n: d.rng(i).random(n) < 0.1, begins=0),
+  "script_shard_25": _with("script", _shards(0.25), begins=0),
+  "table_shard_25": _with("table", _shards(0.25), begins=0),
+  "code_to_prose": _with("prose", lambda d, i, n: d.rng(i).random(n) < i / d.num_steps, begins=0),
+  "domain_switch": _with("prose", lambda d, i, n: (np.arange(n) < n // 2) & (i >= d.onset)),
   "phase_x10": _set("healthy", phases=phases((RATE / 10, 150), (RATE, 0))),
   "warm_restart": _set("healthy", phases=phases((RATE, 200), (RATE, 0))),
-  "rows_doubled": Scenario("healthy", rows_doubled),
-  "accumulation": Scenario("healthy", accumulation),
-  "small_batch": Scenario("healthy", small_batch),
-  "length_jump": Scenario("healthy", length_jump),
+  "rows_doubled": _changed(_twice),
+  "accumulation": _changed(_in_two),
+  "length_jump": _changed(_short, begins=0),
 }

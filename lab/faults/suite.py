@@ -4,6 +4,7 @@ import functools
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -64,18 +65,16 @@ def spread(path: Path, processes: int) -> None:
   flags = f"{os.environ.get('XLA_FLAGS', '')} {ONE_THREAD}".strip()
   env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "OMP_NUM_THREADS": "1"}
   own = [arg for arg in sys.argv[1:] if not arg.startswith("--processes")]
-  running, log = [], lambda part: path.with_name(f"{path.name}.{part}.log")
-  for part in range(processes):
-    command = [sys.executable, "-m", "lab.faults", *own, f"--part={part}/{processes}"]
-    pinned = ["taskset", "--cpu-list", str(cores[part % len(cores)]), *command]
-    with log(part).open("w") as file:
-      running.append(subprocess.Popen(pinned, env=env, stdin=subprocess.DEVNULL, stdout=file,
-                                      stderr=subprocess.STDOUT))  # fmt: skip
-  try:
-    failed = [str(log(part)) for part, process in enumerate(running) if process.wait()]
-  finally:
-    for process in running:
-      process.terminate()
-      process.wait()
+
+  def one(part: int) -> str:
+    core = ["taskset", "--cpu-list", str(cores[part % len(cores)])]
+    command = [*core, sys.executable, "-m", "lab.faults", *own, f"--part={part}/{processes}"]
+    log = path.with_name(f"{path.name}.{part}.log")
+    with log.open("w") as file:
+      done = subprocess.run(command, env=env, stdout=file, stderr=subprocess.STDOUT, check=False)
+    return str(log) if done.returncode else ""
+
+  with ThreadPoolExecutor(processes) as pool:
+    failed = [log for log in pool.map(one, range(processes)) if log]
   if failed:
     raise ValueError(f"processes failed: see {', '.join(failed)}. The same command goes on.")

@@ -97,7 +97,6 @@ def figures(board: Board, mendable: Sequence[str], arm: str = OURS) -> dict[str,
   """The figures of `THRESHOLDS`; NaN where runs are missing."""
   healthy = board.runs(arm, board.healthy)
   share = lambda part, of: 100.0 * part / of if of else np.nan
-  seen, out = np.sum([pair for r in healthy for pair in r["tokens"].values()] or [(0, 0)], axis=0)
   findings = sum(len(r["findings"]) for r in healthy)
   pairs = [(r, board.usual(r)) for r in healthy if not r["fired"]]
   unequal = [r["weights"] != other["weights"] for r, other in pairs if other is not None]
@@ -107,7 +106,7 @@ def figures(board: Board, mendable: Sequence[str], arm: str = OURS) -> dict[str,
   found = (
     sum(rollbacks(r) > 0 and board.hurt(r) >= HURTS for r in healthy) if healthy else np.nan,
     sum(map(is_cut, healthy)) if healthy else np.nan,
-    share(out, seen),
+    share(sum(r["left_out"] for r in healthy), sum(r["steps"] for r in healthy)),
     share(findings, sum(r["looks"] for r in healthy)),
     sum(unequal) if unequal else np.nan,
     of_class(arm) / -worst(-of_class(other) for other in board.baselines),
@@ -141,7 +140,8 @@ def tables(records: Sequence[Record]) -> str:
 
 
 def _two(by_scenario: list[list[float]]) -> str:
-  return f"{number(mean(map(mean, by_scenario)))} ({number(worst(sum(by_scenario, [])))})"
+  most = worst(x for values in by_scenario for x in values)
+  return f"{number(mean(map(mean, by_scenario)))} ({number(most)})"
 
 
 def _grid(
