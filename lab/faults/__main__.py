@@ -1,11 +1,8 @@
 """Faults on purpose, against several ways to guard a run.
 
-python -m lab.faults run --suite=smoke|tune|held_out --results=runs/faults.jsonl
+python -m lab.faults run --suite=smoke|tune|held_out --results=runs/faults.jsonl [--processes=2]
   [--arms=clip,ours] [--guard=my_guards:Mine] [--faults='flip_*,clean'] [--seeds=0,1]
-  [--processes=16]
 python -m lab.faults table --results=runs/tune.jsonl[,'runs/held_out*.jsonl']
-
-`run` goes on where an earlier call was stopped.
 """
 
 import fnmatch

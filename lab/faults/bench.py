@@ -14,7 +14,6 @@ import numpy as np
 from ats_jax.config import base_config, from_config_dict
 from ats_jax.config.build import resolve
 from ats_jax.data.batch import Batch
-from ats_jax.data.rows.contract import TrainRows
 from ats_jax.data.splits import open_datasets
 from ats_jax.metrics.environment import environment
 from ats_jax.model.decoder import Decoder
@@ -66,11 +65,7 @@ class Suite(NamedTuple):
 class Bench:
   """Data, programs and scoring. Make it and use it under a mesh of one device.
 
-  Attributes:
-    cfg: resolved; programs change some of it.
-    vocab_size: of the tokenizer.
-    protocol: names what decides the figures, but for the code of the arms.
-    made_by: what figures depend on beside the protocol, for the record.
+  `protocol` names what decides the figures, but for the code; `made_by` has what else does.
   """
 
   def __init__(self, suite: Suite):
@@ -111,25 +106,21 @@ class Bench:
     cfg = dataclasses.replace(program.cfg, seed=seed)
     return init_state(cfg, program.num, program.optimizer)
 
-  def rows(self, seed: int, step: int) -> Rows:
+  def rows(self, seed: int, step: int, domain: str = "main") -> Rows:
     """The batch of a step (0-based); each seed reads rows of its own."""
-    return self._rows(self._texts["main"][0], seed, step)
+    size = self.cfg.data.batch_size
+    first = (seed * self.cfg.num_steps + step) * size
+    return self._texts[domain][0].read(np.arange(first, first + size)[None])
 
   def other_rows(self, seed: int, domain: str, step: int) -> Rows:
     """The same of another kind of text, or other rows of the same ("main")."""
-    return self._rows(self._texts[domain][0], seed + APART * (domain == "main"), step)
-
-  def _rows(self, dataset: TrainRows, seed: int, step: int) -> Rows:
-    size = self.cfg.data.batch_size
-    first = (seed * self.cfg.num_steps + step) * size
-    return dataset.read(np.arange(first, first + size)[None])
+    return self.rows(seed + APART * (domain == "main"), step, domain)
 
   @functools.cache  # noqa: B019
   def probe(self, domain: str) -> Batch:
-    """Held-out rows that guards look at, half of them of a domain that is trained on as well.
+    """Held-out rows that guards look at, not those that are scored; half of another domain, if any.
 
-    As the probe of training, which has an equal share of each evaluation set. They are others than
-    those that are scored.
+    As the probe of training, which has an equal share of each evaluation set.
     """
     sets = [self._texts[name][1] for name in ("main", domain) if name]
     share = PROBE_ROWS // len(sets)

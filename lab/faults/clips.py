@@ -73,16 +73,16 @@ def adagc(
     whole = jnp.minimum(1.0, absolute / norm(updates))
     sizes = norms(updates)
 
-    def scale_of(size, level):
-      return jnp.where(warming, whole, jnp.minimum(1.0, relative * level / (size + 1e-30)))
+    bound = lambda size, level: jnp.minimum(1.0, relative * level / (size + 1e-30))
+    scales = jax.tree.map(lambda *at: jnp.where(warming, whole, bound(*at)), sizes, state.stats)
 
-    def level_of(size, level):
-      clipped = size * scale_of(size, level)
+    def level_of(level, size, scale):
+      clipped = size * scale
       least = jnp.where(state.seen == 0, clipped, jnp.minimum(level, clipped))
       return jnp.where(warming, least, decay * level + (1.0 - decay) * clipped)
 
-    clip = lambda g, *at: (g * scale_of(*at)).astype(g.dtype)
-    clipped = jax.tree.map(clip, updates, sizes, state.stats)
-    return clipped, ClipState(state.seen + 1, jax.tree.map(level_of, sizes, state.stats))
+    levels = jax.tree.map(level_of, state.stats, sizes, scales)
+    clipped = jax.tree.map(lambda g, scale: (g * scale).astype(g.dtype), updates, scales)
+    return clipped, ClipState(state.seen + 1, levels)
 
   return optax.GradientTransformation(init, update)

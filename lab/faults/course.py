@@ -1,6 +1,7 @@
 """One run of an arm under a scenario."""
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import hashlib
@@ -21,7 +22,7 @@ from ats_jax.step.state import StepMetrics, TrainState
 from lab.faults.arms import How, find
 from lab.faults.bench import Bench
 from lab.faults.inject import Fault, Miscomputed
-from lab.faults.keepers import Keeper, Log, at_step, copied, keeper
+from lab.faults.keepers import Log, at_step, copied, keeper
 from lab.faults.results import Record
 from lab.faults.scenarios import SCENARIOS, Injection
 
@@ -37,33 +38,24 @@ REFLEX = {"reflex/skipped": 0.0, "reflex/wrong": 0.0, "reflex/miscounted": 0.0,
 class Loop:
   """The loop of a run, as far as a supervisor may ask for something (`orchestrator.ports.Loop`).
 
-  Attributes:
-    program: the arm's, with the scenario's settings.
-    draw: what chance decided.
-    made: updates that were made for a supervisor, again or ahead: each costs the run one.
-    rate: what a guard multiplies the schedule's rate by.
+  `made` counts updates that were made for a supervisor, again or ahead: each costs the run one.
   """
 
   def __init__(self, bench: Bench, how: How, scenario: str, seed: int):
-    """Let chance decide what is going to happen."""
     self._bench, self._seed, self.scenario = bench, seed, SCENARIOS[scenario]
     self.program = bench.program(how, self.scenario.settings)
     other = functools.partial(bench.other_rows, seed)
     self.draw = self.scenario.draw(scenario, seed, bench.cfg.num_steps, bench.vocab_size, other)
     self.made, self.rate, self._next = 0, 1.0, 0
     self._old, self._params, self._last = None, list[Any](), None
-    self._trained: list[int] = []
+    self._trained: tuple[int, ...] = ()
 
-  def begin(self, state: TrainState, counts: tuple[int, int, list[int]] | None = None) -> None:
-    """Begin a run, or go on where a clean one of the same seed was."""
-    if counts is not None:
-      self.made, self._next, self._trained = counts[0], counts[1], list(counts[2])
+  def begin(self, state: TrainState, other: "Loop | None" = None) -> None:
+    """Begin a run, or go on where that of a clean one of the same seed was."""
+    if other is not None:
+      self.made, self._next, self._trained = other.made, other._next, other._trained
     params: Any = trainable(state.model)
     self._params, self._old = params_of(params), copied(params)
-
-  def counts(self) -> tuple[int, int, list[int]]:
-    """Where it is, for another one to begin."""
-    return self.made, self._next, list(self._trained)
 
   def injection(self, step: int) -> Injection:
     """What happens at a step (0-based)."""
@@ -74,7 +66,7 @@ class Loop:
     if step == self.draw.onset and self.scenario.computes is not None:
       self._old = copied(trainable(state.model))
     self._next = step + 1
-    self._trained.append(step)
+    self._trained += (step,)
     self._last = now, to_global(now.rows, jax.sharding.get_mesh())
     return self._step(step, *self._last, state)
 
@@ -96,13 +88,10 @@ class Loop:
     return functools.partial(self._more, *self._last)
 
   def ahead(self, saved: Mapping[str, Any] | None = None) -> NextUpdates:
-    """The updates that come next, with all that is going to happen to their rows and rates.
+    """The updates that come next, or again those that were made after the `saved` position.
 
     Rows go by the position in the data, rates by the state's count of steps, as in production; what
     is computed wrongly goes by the time at which it is computed.
-
-    Args:
-      saved: what `position` gave: the updates that were made after it, again. None = now.
     """
     if saved is None:
       left = range(self._next, self._bench.cfg.num_steps)
@@ -138,21 +127,20 @@ class Checkpoint(NamedTuple):
   kept: Any  # what its keeper saved
   log: Log
   charged: int  # updates made for its supervisor that it has paid for
-  counts: tuple[int, int, list[int]]  # of its loop
+  loop: Loop  # as it was there
 
 
 class Course:
-  """A run on its way; `checkpoint` is its last, `step` counts steps done."""
+  """A run on its way, from step 0 or from a checkpoint of a clean run of the same seed."""
 
   def __init__(
     self, bench: Bench, arm: str, scenario: str, seed: int, begin: Checkpoint | None = None
   ):
-    """Begin at step 0, or go on from a checkpoint of a clean run of the same seed."""
     self._bench, self._arm = bench, find(arm)
     self.loop = Loop(bench, self._arm.how, scenario, seed)
     self.log, self.step, self._charged = Log([], [], [], [], []), 0, 0
     self.names, self.is_over = (), False
-    self.keeper = Keeper()
+    self.keeper = keeper(self.log)
     if begin is None:
       self.state = copied(bench.first(self._arm.how, seed))
       self.loop.begin(self.state)
@@ -160,7 +148,7 @@ class Course:
     else:
       self.log, self.step, self._charged = begin.log.fork(), begin.state.step, begin.charged
       self.state, self.checkpoint = begin.state.resume(), begin
-      self.loop.begin(self.state, begin.counts)
+      self.loop.begin(self.state, begin.loop)
     self._watch()
 
   def _watch(self) -> None:
@@ -175,7 +163,7 @@ class Course:
 
   def _checkpoint(self, kept: Any) -> Checkpoint:
     state = Snapshot.take(self.step, self.state)
-    return Checkpoint(state, kept, self.log.fork(), self._charged, self.loop.counts())
+    return Checkpoint(state, kept, self.log.fork(), self._charged, copy.copy(self.loop))
 
   def advance(self, end: int) -> None:
     """Train up to `end` steps, or until the run is over."""
@@ -231,25 +219,15 @@ def prefixes(bench: Bench, arm: str, seed: int) -> dict[int, Checkpoint]:
 def run(
   bench: Bench, arm: str, scenario: str, seed: int, begun: Mapping[int, Checkpoint] | None = None
 ) -> Record:
-  """Train an arm once with something happening to it.
+  """Train an arm once with something happening to it; `begun` are its `prefixes` of the seed.
 
-  Args:
-    bench: see there.
-    arm: name in `ARMS`, or a guard `module:Class`.
-    scenario: name in `SCENARIOS`.
-    seed: decides data, initial weights and all that chance decides.
-    begun: `prefixes` of the arm and the seed.
-
-  Returns:
-    A record without what `Bench.made_by` says; docs/lab/faults.md has the schema.
+  Returns a record without what `Bench.made_by` says; docs/lab/faults.md has the schema.
   """
   began = time.perf_counter()
   begin = (begun or {}).get(shared(bench, scenario, seed))
   course = Course(bench, arm, scenario, seed, begin)
-  try:
-    course.advance(bench.cfg.num_steps)
-  finally:
-    course.keeper.close()
+  course.advance(bench.cfg.num_steps)
+  course.keeper.close()
   loop, log, kind = course.loop, course.log, course.loop.scenario
   domains = ["main", *filter(None, [kind.domain])]
   scores = {name: bench.score(loop.program, course.state, name) for name in domains}
@@ -259,6 +237,7 @@ def run(
   reflex = {name: metrics[name] != usual for name, usual in REFLEX.items() if acts}
   left_out = reflex.get("reflex/skipped", np.zeros(len(log.rows), bool))
   left_out[: len(log.left_out)] |= np.array(log.left_out, bool)
+  bits = b"".join(np.asarray(x).tobytes() for x in jax.tree.leaves(trainable(course.state.model)))
   return {
     "arm": arm,
     "scenario": scenario,
@@ -279,14 +258,6 @@ def run(
     "stops": log.stops,
     "fired": bool(left_out.any() or log.actions or log.stops or loop.made
                   or any(map(np.any, reflex.values()))),
-    "weights": _digest(course.state),
+    "weights": hashlib.sha256(bits).hexdigest()[:16],
     "secs": round(time.perf_counter() - began, 2),
   }  # fmt: skip
-
-
-def _digest(state: TrainState) -> str:
-  """Names the weights bit for bit."""
-  digest = hashlib.sha256()
-  for leaf in jax.tree.leaves(trainable(state.model)):
-    digest.update(np.asarray(leaf).tobytes())
-  return digest.hexdigest()[:16]

@@ -18,11 +18,6 @@ _CYRILLIC = str.maketrans(
 )
 
 
-def script(text: str) -> str:
-  """The same prose in the letters of another script."""
-  return text.translate(_CYRILLIC)
-
-
 def table(text: str) -> str:
   """A table of the lines of a document: number, length, words, first word."""
   rows = [(len(line), line.split()) for line in text.splitlines()]
@@ -30,7 +25,12 @@ def table(text: str) -> str:
   return "".join(",".join(map(str, row)) + "\n" for row in cells)
 
 
-DOMAINS: dict[str, Callable[[str], str]] = {"prose": str, "script": script, "table": table}
+# Prose, the same in the letters of another script, and tables.
+DOMAINS: dict[str, Callable[[str], str]] = {
+  "prose": str,
+  "script": lambda text: text.translate(_CYRILLIC),
+  "table": table,
+}
 
 
 def open_domain(name: str, cfg: DataConfig, tokenizer: Tokenizer) -> tuple[Dataset, Dataset]:

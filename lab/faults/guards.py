@@ -1,10 +1,10 @@
 """Guards on the host: the protocol for other people's, and what others do, as published."""
 
-import importlib
 import math
+import pydoc
 from collections import deque
 from collections.abc import Mapping
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -20,14 +20,7 @@ class Guard(Protocol):
   """A way to guard a run; `copy.deepcopy` must be able to copy one."""
 
   def observe(self, step: int, metrics: Mapping[str, float], probe: float | None) -> None:
-    """Take in a step.
-
-    Args:
-      step: steps done (1-based), whatever became of them.
-      metrics: train/loss, train/grad_norm, train/param_norm (after the step) and the others of
-        docs/reference/metrics.md.
-      probe: loss on held-out rows after the step, nats; None = it was not scored.
-    """
+    """Take in a step (1-based), its metrics, and the loss on held-out rows after it if scored."""
     ...
 
   def decide(self) -> Decision:
@@ -41,15 +34,12 @@ def load(name: str) -> type[Guard]:
   Raises:
     ValueError: if there is none.
   """
-  module, _, kind = name.partition(":")
-  try:
-    found = getattr(importlib.import_module(module), kind)
-  except (ImportError, AttributeError, ValueError) as e:
+  found: Any = pydoc.locate(name.replace(":", "."))
+  if not (hasattr(found, "observe") and hasattr(found, "decide")):
     raise ValueError(
-      f"--guard={name} cannot be imported ({e}). Give module:Class, with its folder in PYTHONPATH."
-    ) from e
-  if missing := [method for method in ("observe", "decide") if not hasattr(found, method)]:
-    raise ValueError(f"--guard={name} has no method {missing[0]}. See docs/lab/faults.md.")
+      f"--guard={name} is no class with `observe` and `decide`. Give module:Class, with its folder "
+      "in PYTHONPATH; docs/lab/faults.md has an example."
+    )
   return found
 
 
@@ -69,7 +59,6 @@ class _Rule:
 
   def observe(self, step: int, metrics: Mapping[str, float], probe: float | None) -> None:
     """See `Guard`."""
-    del probe
     loss, norm, weights = (metrics[f"train/{name}"] for name in ("loss", "grad_norm", "param_norm"))
     if np.isfinite([loss, norm, weights]).all():
       self._broken = 0
@@ -112,7 +101,6 @@ class SkipStep(_Rule):
   LENGTH, SIGMAS, PATIENCE = 128, 6.0, math.inf
 
   def _judge(self, step: int, loss: float, norm: float) -> Decision:
-    del step
     is_off = False
     if len(self._seen) >= self.LENGTH // 2:
       seen = np.array(self._seen)
@@ -154,7 +142,6 @@ class EmaRollback(_Rule):
   mean: float | None = None
 
   def _judge(self, step: int, loss: float, norm: float) -> Decision:
-    del norm
     if self.mean is not None and loss > self.FACTOR * self.mean:
       return "rollback" if self._may_go_back(step) else "continue"
     self.mean = loss if self.mean is None else self.DECAY * self.mean + (1.0 - self.DECAY) * loss
@@ -204,7 +191,6 @@ class Restart:
 
   def observe(self, step: int, metrics: Mapping[str, float], probe: float | None) -> None:
     """See `Guard`."""
-    del probe
     sound = np.isfinite([metrics["train/loss"], metrics["train/param_norm"]]).all()
     stops = not sound and self.restarts < self.MOST
     self.restarts, self.steps = self.restarts + stops, stops * ((step - 1) % self.EVERY + 1)

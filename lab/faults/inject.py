@@ -78,10 +78,9 @@ class Miscomputed(NamedTuple):
     found = jnp.where((number >= first) & (number < last), found, x)
     ends = np.cumsum([leaf.size for leaf in leaves])[:-1]
     parts = zip(jnp.split(found, ends), leaves, strict=True)
-    put = lambda part, like: jax.sharding.reshard(
-      part.reshape(like.shape).astype(like.dtype), jax.typeof(like).sharding
-    )
-    return structure.unflatten([put(part, like) for part, like in parts])
+    like = lambda part, leaf: part.reshape(leaf.shape).astype(leaf.dtype)
+    put = lambda part, leaf: jax.sharding.reshard(like(part, leaf), jax.typeof(leaf).sharding)
+    return structure.unflatten([put(*pair) for pair in parts])
 
 
 def _joined(leaves: list[jax.Array]) -> jax.Array:
@@ -143,7 +142,6 @@ class _Passes(Part):
 
   @override
   def used_model(self, state: TrainState, model: Decoder) -> Decoder:
-    del state
     return merge(self._wrong.of("weights", trainable(model), self._old), model)
 
   @override

@@ -15,9 +15,8 @@ from ats_jax.orchestrator.trials.snapshots import Snapshot
 from ats_jax.step.state import StepMetrics, TrainState
 from lab.faults.guards import Guard
 
-COPY_EVERY, KEPT = 10, 120  # steps between two copies of the state; how old they become
-BACK = 20  # steps that a rollback goes back, at least
-LOOK_EVERY = 10  # steps between two losses of the probe that a guard is told
+EVERY = 10  # steps between two copies of the state, and between two losses of the probe
+KEPT, BACK = 120, 20  # steps that copies are old, at most, and that a rollback goes back, at least
 CALLED = {"Rollback": "rollback", "SetLearningRateScale": "rate"}
 
 copied = jax.jit(lambda tree: jax.tree.map(lambda x: x.copy(), tree))  # a step donates its state
@@ -42,39 +41,27 @@ def at_step(state: TrainState, step: int) -> TrainState:
   return dataclasses.replace(state, step=jnp.full_like(state.step, step))
 
 
-class Keeper:
-  """Gets each step of a run and gives the state to go on with. This one does nothing.
+class _Keeper:
+  """Gets each step of a run and gives the state to go on with. This one does nothing."""
 
-  Attributes:
-    rate: what the schedule's rate is multiplied by.
-  """
+  rate = 1.0  # what the schedule's is multiplied by
 
-  rate = 1.0
+  def start(self, step: int, state: TrainState, saved: Any) -> None: ...
 
-  def start(self, step: int, state: TrainState, saved: Any) -> None:
-    """Begin after `step`, with what another one `saved` in a run up to there; None = nothing."""
-
-  def before(self, state: TrainState) -> None:
-    """A step is about to be made, which donates `state`."""
+  def before(self, state: TrainState) -> None: ...  # a step, which donates the state
 
   def after(self, step: int, state: TrainState, metrics: StepMetrics) -> TrainState:
-    """A step was made."""
-    del step, metrics
     return state
 
   def settle(self, step: int, state: TrainState, metrics: StepMetrics) -> TrainState:
-    """The same before a checkpoint."""
-    del step, metrics
-    return state
+    return state  # before a checkpoint
 
-  def saved(self) -> Any:
-    """What to go on from."""
+  def saved(self) -> Any: ...  # what another one goes on from
 
-  def close(self) -> None:
-    """The run is over."""
+  def close(self) -> None: ...
 
 
-class _Host(Keeper):
+class _Host(_Keeper):
   def __init__(self, guard: Guard, look: Callable[[TrainState], float], log: Log):
     self._guard, self._look, self._log = guard, look, log
     self._copies: list[Snapshot] = []
@@ -92,7 +79,7 @@ class _Host(Keeper):
 
   def after(self, step: int, state: TrainState, metrics: StepMetrics) -> TrainState:
     row, log = metrics.on_host(), self._log
-    self._guard.observe(step, row, None if step % LOOK_EVERY else self._look(state))
+    self._guard.observe(step, row, None if step % EVERY else self._look(state))
     decision = self._guard.decide()
     what, amount = decision if isinstance(decision, tuple) else (decision, BACK)
     log.left_out.append(what == "skip")
@@ -107,13 +94,13 @@ class _Host(Keeper):
       self.rate = amount
     elif what != "continue":
       raise ValueError(f"{type(self._guard).__name__}.decide() returned {decision!r}.")
-    if step % COPY_EVERY == 0 and math.isfinite(row["train/param_norm"]):
+    if step % EVERY == 0 and math.isfinite(row["train/param_norm"]):
       recent = [x for x in self._copies if x.step >= step - KEPT]
       self._copies = [*(recent or self._copies[-1:]), Snapshot.take(step, state)]
     return state
 
 
-class _Watched(Keeper):
+class _Watched(_Keeper):
   def __init__(self, supervisor: Supervisor, log: Log):
     self._supervisor, self._log, self._told = supervisor, log, 0
     hooks.register(self._note)
@@ -152,8 +139,8 @@ def keeper(
   guard: Callable[[], Guard] | None = None,
   look: Callable[[TrainState], float] = lambda state: math.nan,
   supervisor: Callable[[], Supervisor] | None = None,
-) -> Keeper:
+) -> _Keeper:
   """Whoever watches, and notes in `log` what it does; `look` scores the probe for a guard."""
   if guard is not None:
     return _Host(guard(), look, log)
-  return Keeper() if supervisor is None else _Watched(supervisor(), log)
+  return _Keeper() if supervisor is None else _Watched(supervisor(), log)

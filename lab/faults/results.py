@@ -14,11 +14,7 @@ class Results:
   """The runs of one results file, which several processes may append to; `records` by key."""
 
   def __init__(self, path: Path, protocol: str | None = None):
-    """Read what is there, if anything.
-
-    Args:
-      path: a file of JSON lines.
-      protocol: what new runs are made under; None = nothing is written.
+    """Read what is there; `protocol` is what new runs are made under, None without any.
 
     Raises:
       ValueError: if a line is malformed, or runs of another protocol are there.
@@ -64,14 +60,8 @@ def mend(path: Path) -> None:
 
 
 def merged(paths: Iterable[Path]) -> list[Record]:
-  """The runs of several files.
-
-  Raises:
-    ValueError: if a file holds none.
-  """
-  found: dict[Key, Record] = {}
-  for path in paths:
-    if not (records := Results(path).records):
-      raise ValueError(f"--results={path} holds no runs. Make some: python -m lab.faults run.")
-    found |= records
+  """The runs of several files."""
+  found = {key: record for path in paths for key, record in Results(path).records.items()}
+  if not found:
+    raise ValueError("--results holds no runs. Make some: python -m lab.faults run.")
   return list(found.values())

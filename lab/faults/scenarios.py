@@ -24,8 +24,6 @@ from lab.faults.inject import PLACES, WAYS, Miscomputed
 Rows = dict[str, np.ndarray]  # arrays [accum, batch, seq]
 CLASSES = ("state", "computation", "data", "rate", "healthy")
 EARLIEST, LATEST = 0.3, 0.7  # of the run: where a fault may begin
-SHARD = 15  # batches in a row, at most, of a file of another domain
-SHORTEST = 400  # steps of a run: a shard is in it, though a small share has few of its batches
 
 
 class Injection(NamedTuple):
@@ -61,10 +59,7 @@ Inject = Callable[[Draw, int, Rows], Injection]
 Computes = Callable[[Draw, int, list[Any]], Miscomputed | None]
 
 
-def clean(draw: Draw, step: int, rows: Rows) -> Injection:
-  """Nothing happens."""
-  del draw, step
-  return Injection(rows)
+clean: Inject = lambda draw, step, rows: Injection(rows)  # nothing happens
 
 
 class Scenario(NamedTuple):
@@ -131,7 +126,7 @@ def _picked(taken: np.ndarray, rows: Rows, other: Rows) -> Rows:
 
 # ---- state: it is changed once, so that no batch and no step is to blame
 
-Edit = Callable[[np.ndarray, np.random.Generator], None]
+Edit = Callable[[np.ndarray, np.random.Generator], np.ndarray]
 
 
 def _once(edit: Callable[[TrainState, np.random.Generator], TrainState]) -> Scenario:
@@ -148,9 +143,7 @@ def matrices(params: list[Any]) -> list[int]:
 
 
 def _edited(x: jax.Array, rng: np.random.Generator, edit: Edit) -> jax.Array:
-  array = np.array(x)
-  edit(array, rng)
-  return jax.device_put(array, x.sharding)
+  return jax.device_put(edit(np.array(x), rng), x.sharding)
 
 
 def _edit_one(tree: Any, rng: np.random.Generator, edit: Edit) -> Any:
@@ -179,21 +172,15 @@ def _moments(name: str, edit: Callable[[Any, np.random.Generator], Any]) -> Scen
   return _once(whole)
 
 
-def _some_nan(matrix: np.ndarray, rng: np.random.Generator) -> None:
+def _some_nan(matrix: np.ndarray, rng: np.random.Generator) -> np.ndarray:
   matrix.reshape(-1)[rng.choice(matrix.size, 10, replace=False)] = np.nan
-
-
-def _scaled(matrix: np.ndarray, rng: np.random.Generator) -> None:
-  matrix *= np.float32(30.0)
-
-
-def _wrong_order(matrix: np.ndarray, rng: np.random.Generator) -> None:
-  matrix[...] = np.roll(matrix, matrix.shape[-1] // 2, axis=-1)
+  return matrix
 
 
 def _flip(bit: int) -> Edit:
-  def edit(array: np.ndarray, rng: np.random.Generator) -> None:
+  def edit(array: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     array.reshape(-1).view(np.uint32)[rng.integers(array.size)] ^= np.uint32(1 << bit)
+    return array
 
   return edit
 
@@ -218,16 +205,9 @@ def _miscomputed(
   every: int = 1,
   of: Role | str | None = None,
 ) -> Scenario:
-  """A part of one tensor, or of all, is computed wrongly.
+  """A part of one tensor is computed wrongly, in one of `every` steps; which part is drawn.
 
-  Args:
-    place: of `PLACES`.
-    way: of `WAYS`.
-    amount: see `Miscomputed`.
-    length: steps.
-    part: how much is wrong; where is drawn.
-    every: one step of so many.
-    of: role of the tensor, "all" tensors as one, as in a bucket that is sent; None = any matrix.
+  `of` is the tensor's role, or "all" for all as one, as in a bucket that is sent; None = a matrix.
   """
 
   def computes(draw: Draw, now: int, params: list[Any]) -> Miscomputed | None:
@@ -257,14 +237,11 @@ def _schedule(factor: float, length: float = math.inf, begins: int | None = None
   return Scenario("rate", inject, begins=begins)
 
 
-def _set(kind: str, **settings: Any) -> Scenario:
-  """What the user set in the config, from the first step on."""
+def _set(kind: str, *phases: tuple[float, int], **settings: Any) -> Scenario:
+  """What the user set; phases are schedules that follow each other: (peak of the rate, steps)."""
+  parts = tuple(Phase(steps=n, learning_rate=rate, warmup_steps=20) for rate, n in phases)
+  settings |= {"phases": parts} if parts else {}
   return Scenario(kind, begins=0, settings=tuple(settings.items()))
-
-
-def phases(*parts: tuple[float, int]) -> tuple[Phase, ...]:
-  """Schedules that follow each other: (peak of the learning rate, steps), the last to the end."""
-  return tuple(Phase(steps=steps, learning_rate=rate, warmup_steps=20) for rate, steps in parts)
 
 
 # ---- healthy
@@ -280,23 +257,15 @@ def _with(domain: str, taken: Callable[[Draw, int, int], np.ndarray], **more: An
   return Scenario("healthy", inject, domain=domain, **more)
 
 
-def _shards(share: float) -> Callable[[Draw, int, int], np.ndarray]:
-  """Batches in a row, as the files of a domain come."""
-  length = min(SHARD, round(share * SHORTEST))
-  period = round(length / share)
-
-  def taken(draw: Draw, step: int, size: int) -> np.ndarray:
-    first = draw.rng().integers(period - length + 1)
-    return np.full(size, first <= step % period < first + length)
-
-  return taken
+def _files(draw: Draw, step: int, size: int) -> np.ndarray:
+  """Of each 60 batches 15 in a row, as the files of a domain come."""
+  return np.full(size, 0 <= step % 60 - draw.rng().integers(46) < 15)
 
 
 def _changed(change: Change, begins: int | None = None) -> Scenario:
   """Batches are others from the onset on."""
-  inject = lambda draw, step, rows: Injection(
-    change(draw, step, rows) if step >= draw.onset else rows
-  )
+  changed = lambda d, i, rows: change(d, i, rows) if i >= d.onset else rows
+  inject = lambda draw, step, rows: Injection(changed(draw, step, rows))
   return Scenario("healthy", inject, begins=begins)
 
 
@@ -321,8 +290,8 @@ def _short(draw: Draw, step: int, rows: Rows) -> Rows:
 RATE = 4e-3  # the good learning rate of the suite's model
 SCENARIOS: dict[str, Scenario] = {
   "nan_weight": _weights(_some_nan),
-  "scaled_matrix": _weights(_scaled),
-  "wrong_order": _weights(_wrong_order),
+  "scaled_matrix": _weights(lambda matrix, rng: matrix * np.float32(30.0)),
+  "wrong_order": _weights(lambda x, rng: np.roll(x, x.shape[-1] // 2, axis=-1)),
   "lost_moments": _moments("nu", lambda tree, rng: jax.tree.map(jnp.zeros_like, tree)),
   "flip_weight_30": _weights(_flip(30)),
   "flip_weight_25": _weights(_flip(25)),
@@ -356,16 +325,16 @@ SCENARIOS: dict[str, Scenario] = {
   "computed_x30_burst": _schedule(30.0, 30),
   "computed_x30_from_0": _schedule(30.0, begins=0),
   "set_x30": _set("rate", learning_rate=30 * RATE),
-  "set_phase_x30": _set("rate", phases=phases((RATE, 200), (30 * RATE, 0))),
+  "set_phase_x30": _set("rate", (RATE, 200), (30 * RATE, 0)),
   "clean": Scenario("healthy"),
   "script_batch_10": _with("script", lambda d, i, n: np.full(n, d.rng(i).random() < 0.1), begins=0),
   "script_row_10": _with("script", lambda d, i, n: d.rng(i).random(n) < 0.1, begins=0),
-  "script_shard_25": _with("script", _shards(0.25), begins=0),
-  "table_shard_25": _with("table", _shards(0.25), begins=0),
+  "script_shard_25": _with("script", _files, begins=0),
+  "table_shard_25": _with("table", _files, begins=0),
   "code_to_prose": _with("prose", lambda d, i, n: d.rng(i).random(n) < i / d.num_steps, begins=0),
   "domain_switch": _with("prose", lambda d, i, n: (np.arange(n) < n // 2) & (i >= d.onset)),
-  "phase_x10": _set("healthy", phases=phases((RATE / 10, 150), (RATE, 0))),
-  "warm_restart": _set("healthy", phases=phases((RATE, 200), (RATE, 0))),
+  "phase_x10": _set("healthy", (RATE / 10, 150), (RATE, 0)),
+  "warm_restart": _set("healthy", (RATE, 200), (RATE, 0)),
   "rows_doubled": _changed(_twice),
   "accumulation": _changed(_in_two),
   "length_jump": _changed(_short, begins=0),

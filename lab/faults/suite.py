@@ -37,7 +37,7 @@ def keys(suite: Suite, part: int = 0, parts: int = 1) -> list[Key]:
   return [(arm, scenario, seed) for arm, seed in own for scenario in suite.scenarios]
 
 
-def run_suite(suite: Suite, path: Path, part: int = 0, parts: int = 1) -> Results:
+def run_suite(suite: Suite, path: Path, part: int = 0, parts: int = 1) -> None:
   """Make the runs of a part of a suite that its results file does not have."""
   with jax.set_mesh(make_mesh(from_config_dict(base_config()), jax.devices()[:1])):
     bench = Bench(suite)
@@ -48,11 +48,7 @@ def run_suite(suite: Suite, path: Path, part: int = 0, parts: int = 1) -> Result
         continue
       record = run(bench, name, scenario, seed, begun(name, seed))
       results.add(record | bench.made_by)
-      logging.info(
-        "%-16s %-20s seed %-3d loss %.4f (%.1f s)",
-        name, scenario, seed, record["loss"], record["secs"],
-      )  # fmt: skip
-  return results
+      logging.info("%s, %s, seed %d: loss %.4f", name, scenario, seed, record["loss"])
 
 
 def spread(path: Path, processes: int) -> None:

@@ -15,19 +15,11 @@ RUNS_SAY = ("corpus", "protocol", "commit", "dirty", "python", "jax")
 
 
 class Board:
-  """The runs of some seeds; names of scenarios are in the order of their classes.
-
-  Attributes:
-    records: by arm, scenario, seed.
-    arms: in the order of `ARMS`, guards of others last.
-    baselines: those that `ours` is compared with.
-    faults: scenarios.
-    healthy: scenarios.
-  """
+  """The runs of some seeds by arm, scenario, seed; scenarios are in the order of their classes."""
 
   def __init__(self, records: Iterable[Record]):
     self.records = {(r["arm"], r["scenario"], r["seed"]): r for r in records}
-    arms, ran, seeds = (set(x) for x in zip(*self.records, strict=True) or ([], [], []))
+    arms, ran, seeds = (set(x) for x in zip(*self.records, strict=True))
     self.arms = [arm for arm in ARMS if arm in arms] + sorted(arms - ARMS.keys())
     self.baselines = [arm for arm in self.arms if arm not in OWN]
     found = [s for kind in CLASSES for s in SCENARIOS if s in ran and SCENARIOS[s].kind == kind]
@@ -50,15 +42,14 @@ class Board:
     """Above the clean run of `clip`, mean of the seeds; NaN without a run."""
     return mean(self.over(arm, scenario, USUAL))
 
-  def usual(self, run: Record) -> Record | None:
-    """The run of `clip` with the same scenario and seed."""
-    return self.records.get((USUAL, run["scenario"], run["seed"]))
+  def usual(self, run: Record) -> Record:
+    """The run of `clip` with the same scenario and seed; {} without one."""
+    return self.records.get((USUAL, run["scenario"], run["seed"]), {})
 
   def hurt(self, run: Record) -> float:
     """Of a healthy run, above `clip` with the same change: the domain that lost most."""
-    usual = self.usual(run)
-    domains = usual["domains"] if usual is not None else {}
-    return max((run["domains"][name] - loss for name, loss in domains.items()), default=np.nan)
+    usual = self.usual(run).get("domains", {})
+    return max((run["domains"][name] - loss for name, loss in usual.items()), default=np.nan)
 
   def best(self, scenario: str) -> str:
     """The baseline with the lowest mean cost of a fault."""
@@ -99,7 +90,7 @@ def figures(board: Board, mendable: Sequence[str], arm: str = OURS) -> dict[str,
   share = lambda part, of: 100.0 * part / of if of else np.nan
   findings = sum(len(r["findings"]) for r in healthy)
   pairs = [(r, board.usual(r)) for r in healthy if not r["fired"]]
-  unequal = [r["weights"] != other["weights"] for r, other in pairs if other is not None]
+  unequal = [r["weights"] != usual["weights"] for r, usual in pairs if usual]
   can = [s for s in mendable if np.isfinite(board.cost(arm, s))]
   of_class = lambda arm: mean(board.cost(arm, s) for s in can)
   gap = lambda other, s: board.cost(arm, s) - board.cost(other, s)
@@ -177,11 +168,11 @@ def _healthy(board: Board, arm: str) -> list[str]:
 
 def _verdict(found: dict[str, float]) -> str:
   rows = []
-  for name, threshold in THRESHOLDS.items():
-    word = "met" if threshold.is_met(found[name]) else "missed"
-    word = word if np.isfinite(found[name]) else "no runs"
-    claimed = f"{'<' if threshold.below else '<='} {threshold.most:g}"
-    rows.append([name, number(found[name]), claimed, word])
+  for name, most in THRESHOLDS.items():
+    is_share, value = name.endswith("%"), found[name]
+    is_met = value < most if is_share else value <= most
+    word = ("met" if is_met else "missed") if np.isfinite(value) else "no runs"
+    rows.append([name, number(value), f"{'<' if is_share else '<='} {most:g}", word])
   return markdown([OURS, "figure", "claimed", "verdict"], rows)
 
 

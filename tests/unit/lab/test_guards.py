@@ -169,11 +169,7 @@ def test_the_example_of_the_page(tmp_path, monkeypatch):
   assert found[39] == ("rollback", 30)
 
 
-@pytest.mark.parametrize(
-  ("name", "message"),
-  [("nowhere_at_all:Guard", "cannot be imported"), ("math", "cannot be imported"),
-   ("fractions:Fraction", "has no method observe")],
-)  # fmt: skip
-def test_what_is_no_guard(name, message):
-  with pytest.raises(ValueError, match=f"--guard={name} {message}"):
+@pytest.mark.parametrize("name", ["nowhere_at_all:Guard", "math", "fractions:Fraction"])
+def test_what_is_no_guard(name):
+  with pytest.raises(ValueError, match=f"--guard={name} is no class with `observe` and `decide`"):
     guards.load(name)

@@ -66,7 +66,6 @@ def test_figures():
   assert board.faults == ["nan_gradient", "garbage_rows"] and board.mendable() == ["nan_gradient"]
   assert [board.best(s) for s in board.faults] == ["rewind", "clip"]
   assert reached() == pytest.approx(MET, abs=1e-9)
-  assert all(t.is_met(x) for t, x in zip(THRESHOLDS.values(), MET, strict=True))
 
 
 @pytest.mark.parametrize(
