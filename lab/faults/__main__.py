@@ -1,14 +1,10 @@
 """Faults on purpose, against several ways to guard a run.
 
-python -m lab.faults run --suite=smoke|tune|full|large|experts|plateau|audit|audit_long \
-  --results=runs/faults.jsonl [--arms=clip,reflex] [--faults='rate_*,clean'] [--seeds=0,1,2] \
-  [--processes=16]
-python -m lab.faults table --results=runs/faults.jsonl[,'runs/more*.jsonl']
-
-`run` goes on where an earlier call was stopped.
+python -m lab.faults run --suite=smoke|tune|held_out --results=runs/faults.jsonl [--processes=2]
+  [--arms=clip,ours] [--guard=my_guards:Mine] [--faults='flip_*,clean'] [--seeds=0,1]
+python -m lab.faults table --results=runs/tune.jsonl[,'runs/held_out*.jsonl']
 """
 
-import dataclasses
 import fnmatch
 import glob
 from collections.abc import Iterable
@@ -19,88 +15,62 @@ from absl import flags
 from ats_jax.cluster import runtime
 from ats_jax.config import base_config, from_config_dict
 from ats_jax.verbs import cli
-from lab.faults.arms import ARMS, OTHER_ARMS
-from lab.faults.audit import KNOWN
+from lab.faults import guards
+from lab.faults.arms import ARMS
 from lab.faults.bench import Suite
-from lab.faults.results import merged
-from lab.faults.spread import spread
-from lab.faults.suite import SUITES, run_suite
-from lab.faults.suite_tables import tables
+from lab.faults.results import mend, merged
+from lab.faults.suite import SUITES, run_suite, spread
+from lab.faults.table import tables
 
 _SUITE = flags.DEFINE_enum("suite", "smoke", list(SUITES), "What is run.")
 _ARMS = flags.DEFINE_list("arms", None, "Only these arms.")
+_GUARDS = flags.DEFINE_multi_string("guard", [], "A further arm, module:Class; repeatable.")
 _FAULTS = flags.DEFINE_list("faults", None, "Only these scenarios; may be patterns.")
 _SEEDS = flags.DEFINE_list("seeds", None, "Only these seeds of the suite.")
-_RESULTS = flags.DEFINE_list(
-  "results", None, "File of JSON lines, e.g. runs/faults.jsonl; for `table`, several or patterns."
-)
-_PROCESSES = flags.DEFINE_integer(
-  "processes", 0, "Spread the runs over so many processes of one core each; 0 = make them here."
-)
-_PART = flags.DEFINE_string(
-  "part", "", "Only part I of N of what is missing, I/N: for `processes`."
-)
-
-JUDGED = "ours"  # the arm that the thresholds are for
+_RESULTS = flags.DEFINE_list("results", None, "File of JSON lines; for `table` several, patterns.")
+_PROCESSES = flags.DEFINE_integer("processes", 0, "Spread the runs over so many; 0 = none.")
+_PART = flags.DEFINE_string("part", "", "Only part I of N, I/N: for `processes`.")
 
 
 def chosen(suite: Suite) -> Suite:
   """The part of the suite that the flags ask for."""
-  seeds = _SEEDS.value and [int(s) if s.isdecimal() else s for s in _SEEDS.value]
-  return dataclasses.replace(
-    suite,
-    arms=_only(_ARMS.value, "arms", suite.arms, ARMS | OTHER_ARMS),
-    scenarios=_only(_FAULTS.value and _matching(suite), "faults", suite.scenarios, KNOWN),
-    seeds=_only(seeds, "seeds", suite.seeds, suite.seeds),
+  for name in _GUARDS.value:
+    guards.load(name)
+  return suite._replace(
+    arms=(*_only(_ARMS.value, "arms", suite.arms, ARMS), *_GUARDS.value),
+    scenarios=_only(_FAULTS.value, "faults", suite.scenarios, suite.scenarios),
+    seeds=tuple(map(int, _only(_SEEDS.value, "seeds", suite.seeds, map(str, suite.seeds)))),
   )
 
 
-def _only(wanted: list | None, flag: str, usual: tuple, known: Iterable) -> tuple:
-  known = list(known)
-  for name in wanted or ():
-    if name not in known:
+def _only(patterns: list[str] | None, flag: str, usual: tuple, known: Iterable[str]) -> tuple:
+  found, known = [], list(known)
+  for pattern in patterns or ():
+    matching = fnmatch.filter(known, pattern)
+    if not matching:
       raise ValueError(
-        f"--{flag}={name} is unknown to --suite={_SUITE.value}. "
-        f"Choose of: {', '.join(map(str, known))}."
+        f"--{flag}={pattern} is unknown to --suite={_SUITE.value}. Choose of: {', '.join(known)}."
       )
-  return usual if wanted is None else tuple(wanted)
-
-
-def _matching(suite: Suite) -> list[str]:
-  """Scenarios by name or pattern: a pattern is of the suite's, a name of all."""
-  found = []
-  for pattern in _FAULTS.value or ():
-    found += fnmatch.filter(suite.scenarios, pattern) or [pattern]
-  return list(dict.fromkeys(found))
-
-
-def files() -> list[Path]:
-  """What `--results` names."""
-  names = cli.require(_RESULTS.value, "results", "runs/faults.jsonl")
-  return [Path(path) for name in names for path in sorted(glob.glob(name)) or [name]]
+    found += matching
+  return usual if patterns is None else tuple(dict.fromkeys(found))
 
 
 def main(argv: list[str]) -> None:
   """Run a suite and print its table, or only print it."""
-  paths = files()
+  names = cli.require(_RESULTS.value, "results", "runs/faults.jsonl")
+  paths = [Path(path) for name in names for path in sorted(glob.glob(name)) or [name]]
   if argv[0] == "run":
-    (path,) = paths
-    suite = chosen(SUITES[_SUITE.value])
+    (path,), suite = paths, chosen(SUITES[_SUITE.value])
+    if not _PART.value:
+      mend(path)
     if _PROCESSES.value:
       spread(path, _PROCESSES.value)
     else:
       runtime.configure(from_config_dict(base_config()))
-      run_suite(suite, path, _part())
-    if _part() is not None:
+      run_suite(suite, path, *map(int, (_PART.value or "0/1").split("/")))
+    if _PART.value:
       return
-  print(tables(merged(paths), JUDGED))
-
-
-def _part() -> tuple[int, int] | None:
-  if not _PART.value:
-    return None
-  part, _, parts = _PART.value.partition("/")
-  return int(part), int(parts)
+  print(tables(merged(paths)))
 
 
 if __name__ == "__main__":

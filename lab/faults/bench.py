@@ -1,4 +1,4 @@
-"""What all arms of a suite share: the model, the data, the scoring."""
+"""What all arms of a suite share: the model, the data, the programs, the scoring."""
 
 import dataclasses
 import functools
@@ -6,28 +6,28 @@ import hashlib
 import math
 import os
 import platform
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from ats_jax.config import base_config, from_config_dict
 from ats_jax.config.build import resolve
-from ats_jax.config.schema import Config
 from ats_jax.data.batch import Batch
-from ats_jax.data.rows.contract import TrainRows
-from ats_jax.data.splits import open_datasets, open_split
+from ats_jax.data.splits import open_datasets
 from ats_jax.metrics.environment import environment
 from ats_jax.model.decoder import Decoder
-from ats_jax.orchestrator.signals.interval import probe_loss
 from ats_jax.sharding.mesh import to_global
+from ats_jax.step.program import Program, init_state
 from ats_jax.step.state import TrainState
-from lab.faults.arms import Arm
-from lab.faults.domains import open_domain, prose
+from lab.faults.arms import How, build
+from lab.faults.domains import DOMAINS, open_domain
 from lab.faults.results import Record
-from lab.faults.scenarios import Rows
+from lab.faults.scenarios import RATE, SCENARIOS, Rows
 
-PROTOCOL = 1  # raise it when a scenario, an arm or the scoring changes
-SCORED_ROWS, PROBE_ROWS = 1024, 64  # of the validation split
+SCHEMA = 1  # of a record; docs/lab/faults.md has it
+PROTOCOL = 2  # raise it when a scenario, an arm or the scoring changes
+SCORED_ROWS, PROBE_ROWS = 1024, 64  # of held-out text
 APART = 5000  # added to a seed: rows of the corpus that no suite's seed trains on at that step
 
 # A byte-level model that trains in seconds on one core.
@@ -41,125 +41,112 @@ SETTINGS = {
   "data.tokenizer": "bytes",
   "data.seq_len": 32,
   "data.batch_size": 16,
-  "optimizer.learning_rate": 4e-3,
+  "optimizer.learning_rate": RATE,
   "optimizer.warmup_steps": 50,
   "optimizer.schedule": "wsd",
   "optimizer.schedule.decay_fraction": 0.3,
   "optimizer.schedule.final_fraction": 0.05,
-  "orchestrator.mode": "act",  # arms have their own
+  "orchestrator.mode": "act",  # programs have their own
   "orchestrator.check_interval": 10,
   "orchestrator.snapshot_interval": 10,
   "precision.compute_dtype": "float32",
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Suite:
-  """What is run.
+class Suite(NamedTuple):
+  """What is run."""
 
-  Attributes:
-    arms: names in `ARMS` or `OTHER_ARMS`.
-    scenarios: names in `KNOWN`.
-    seeds: of the runs.
-    settings: what differs from `SETTINGS`.
-    pause_every: steps between two pauses, as training makes them before a checkpoint; 0 = only at
-      the end.
-    restarts: whether a run that stops goes on from its last checkpoint, once; else it is over, and
-      without a supervisor it never stops.
-    only: scenarios of an arm that does not run all of them.
-    domains: names in `DOMAINS`, of minorities.
-  """
-
-  arms: tuple[str, ...]
+  arms: tuple[str, ...]  # in `ARMS`, or `module:Class`
   scenarios: tuple[str, ...]
   seeds: tuple[int, ...]
-  settings: tuple[tuple[str, int | float | str], ...] = ()
-  pause_every: int = 0
-  restarts: bool = False
-  only: tuple[tuple[str, tuple[str, ...]], ...] = ()
-  domains: tuple[str, ...] = ()
+  settings: tuple[tuple[str, int | float | str], ...] = ()  # what differs from `SETTINGS`
 
 
 class Bench:
-  """Data and scoring that all arms share. Make it and use it under a mesh of one device.
+  """Data, programs and scoring. Make it and use it under a mesh of one device.
 
-  Attributes:
-    cfg: resolved; arms change some of it.
-    vocab_size: of the tokenizer.
-    probe: held-out rows that supervisors look at; others than those that are scored.
-    protocol: names what decides the figures, but for the code of the arms.
-    corpus: names the text that is trained on.
-    restarts: see `Suite`.
+  `protocol` names what decides the figures, but for the code; `made_by` has what else does.
   """
 
   def __init__(self, suite: Suite):
     config = base_config()
     config.update_from_flattened_dict(SETTINGS | dict(suite.settings))
     cfg = from_config_dict(config)
-    self._train, valid = open_datasets(cfg.data, 0)
-    self._prose = open_split(cfg.data, 0, (prose(),), self._train.info.tokenizer)
-    domain = lambda name: open_domain(name, cfg.data, self._train.info.tokenizer)
-    self._domains = {name: domain(name) for name in suite.domains}
-    self.cfg = resolve(cfg, self._train.info.tokenizer.vocab_size)
-    self.vocab_size = self._train.info.tokenizer.vocab_size
-    held_out = lambda data, *n: to_global(data.read_once(np.arange(*n)), jax.sharding.get_mesh())
-    self._scored = {
-      "main": held_out(valid, SCORED_ROWS),
-      **{name: held_out(kept, SCORED_ROWS) for name, (_, kept) in self._domains.items()},
-    }
-    self.probe = held_out(valid, SCORED_ROWS, SCORED_ROWS + PROBE_ROWS)
-    self._pause_every, self.restarts = suite.pause_every, suite.restarts
-    self.corpus = self._train.info.fingerprint
-    c = self.cfg
-    parts = [PROTOCOL, self.corpus, self._prose.info.fingerprint,
-             c.num_steps, c.model, c.data, c.optimizer, c.precision]  # fmt: skip
-    parts += [c.moe, suite.pause_every] if c.moe.num_experts else []
-    parts += [suite.pause_every, "restarts"] if suite.restarts else []
-    parts += [d.info.fingerprint for pair in self._domains.values() for d in pair]
+    train, valid = open_datasets(cfg.data, 0)
+    tokenizer, corpus = train.info.tokenizer, train.info.fingerprint
+    self.vocab_size = tokenizer.vocab_size
+    self.cfg = c = resolve(cfg, self.vocab_size)
+    needed = {SCENARIOS[name].domain for name in suite.scenarios} & DOMAINS.keys()
+    domains = {name: open_domain(name, cfg.data, tokenizer) for name in sorted(needed)}
+    self._texts = {"main": (train, valid), **domains}
+    parts = [PROTOCOL, corpus, c.num_steps, c.model, c.data, c.optimizer, c.precision]
     self.protocol = hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
-
-  @functools.cached_property
-  def made_by(self) -> Record:
-    """What figures depend on beside the protocol, for the record."""
     git = environment()["git"] or {"commit": os.environ.get("ATS_COMMIT"), "dirty": None}
-    return {
-      "corpus": self.corpus,
+    self.made_by: Record = {
+      "schema": SCHEMA,
+      "corpus": corpus,
       "commit": git["commit"],
       "dirty": git["dirty"],
       "python": platform.python_version(),
       "jax": jax.__version__,
     }
 
-  def rows(self, seed: int, step: int) -> Rows:
+  @functools.cache  # noqa: B019  a process has one bench
+  def program(self, how: How, settings: tuple[tuple[str, Any], ...] = ()) -> Program:
+    """A program with a scenario's settings; all score with the same one."""
+    program = build(how, self.cfg, settings)
+    is_first = (how, settings) == (How(), ())
+    scores = program if is_first else self.program(How())
+    return dataclasses.replace(program, eval_step=scores.eval_step)
+
+  @functools.lru_cache(maxsize=2)  # noqa: B019
+  def first(self, how: How, seed: int) -> TrainState:
+    """The state of step 0; not to be donated."""
+    program = self.program(how)
+    cfg = dataclasses.replace(program.cfg, seed=seed)
+    return init_state(cfg, program.num, program.optimizer)
+
+  def rows(self, seed: int, step: int, domain: str = "main") -> Rows:
     """The batch of a step (0-based); each seed reads rows of its own."""
-    return _rows(self._train, self.cfg, seed, step)
+    size = self.cfg.data.batch_size
+    first = (seed * self.cfg.num_steps + step) * size
+    return self._texts[domain][0].read(np.arange(first, first + size)[None])
 
   def other_rows(self, seed: int, domain: str, step: int) -> Rows:
     """The same of another kind of text, or other rows of the same ("main")."""
-    if domain == "main":
-      return _rows(self._train, self.cfg, seed + APART, step)
-    dataset = self._prose if domain == "prose" else self._domains[domain][0]
-    return _rows(dataset, self.cfg, seed, step)
+    return self.rows(seed + APART * (domain == "main"), step, domain)
 
-  def pauses(self, step: int) -> bool:
-    """Whether the loop waits after `step` updates."""
-    return step == self.cfg.num_steps or (self._pause_every > 0 and step % self._pause_every == 0)
+  @functools.cache  # noqa: B019
+  def probe(self, domain: str) -> Batch:
+    """Held-out rows that guards look at, not those that are scored; half of another domain, if any.
 
-  def look(self, arm: Arm, state: TrainState) -> float:
-    """Loss of the trained weights on the probe batch, nats."""
-    return probe_loss(self._sums(arm, state.model, self.probe))
+    As the probe of training, which has an equal share of each evaluation set.
+    """
+    sets = [self._texts[name][1] for name in ("main", domain) if name]
+    share = PROBE_ROWS // len(sets)
+    last = lambda data: data.read_once(np.arange(data.info.num_rows - share, data.info.num_rows))
+    blocks = [last(data) for data in sets]
+    rows = {name: np.concatenate([block[name] for block in blocks]) for name in blocks[0]}
+    return to_global(rows, jax.sharding.get_mesh())
 
-  def score(self, arm: Arm, state: TrainState, domain: str = "main") -> tuple[float, bool]:
+  @functools.cache  # noqa: B019
+  def _scored(self, domain: str) -> Batch:
+    held_out = self._texts[domain][1]
+    rows = np.arange(SCORED_ROWS) % (held_out.info.num_rows - PROBE_ROWS)
+    return to_global(held_out.read_once(rows), jax.sharding.get_mesh())
+
+  def look(self, program: Program, state: TrainState, domain: str) -> float:
+    """Loss of the trained weights on the probe, nats."""
+    return self._loss(program, state.model, self.probe(domain))
+
+  def score(self, program: Program, state: TrainState, domain: str) -> tuple[float, bool]:
     """Held-out loss in nats, at most ln V; and whether it was finite."""
-    total, _, tokens = self._sums(arm, state.weights, self._scored[domain]).tolist()
-    loss, worst = total / tokens, math.log(self.vocab_size)
+    loss, worst = (
+      self._loss(program, state.weights, self._scored(domain)),
+      math.log(self.vocab_size),
+    )
     return (min(loss, worst), True) if math.isfinite(loss) else (worst, False)
 
-  def _sums(self, arm: Arm, model: Decoder, rows: Batch) -> np.ndarray:
-    return np.asarray(arm.program.eval_step(model, rows, arm.program.rules(self.cfg.num_steps)))
-
-
-def _rows(dataset: TrainRows, cfg: Config, seed: int, step: int) -> Rows:
-  size = cfg.data.batch_size
-  first = (seed * cfg.num_steps + step) * size
-  return dataset.read(np.arange(first, first + size)[None])
+  def _loss(self, program: Program, model: Decoder, rows: Batch) -> float:
+    total, _, tokens = np.asarray(program.eval_step(model, rows, program.rules(1))).tolist()
+    return total / tokens

@@ -11,33 +11,20 @@ Key = tuple[str, str, int]  # arm, scenario, seed
 
 
 class Results:
-  """The runs of one results file.
-
-  Attributes:
-    records: by arm, scenario and seed.
-  """
+  """The runs of one results file, which several processes may append to; `records` by key."""
 
   def __init__(self, path: Path, protocol: str | None = None):
-    """Read what is there.
-
-    Args:
-      path: a file of JSON lines; need not exist.
-      protocol: what new runs are made under; None = that is in their records.
+    """Read what is there; `protocol` is what new runs are made under, None without any.
 
     Raises:
       ValueError: if a line is malformed, or runs of another protocol are there.
     """
     self.path, self._protocol = path, protocol
     self.records: dict[Key, Record] = {}
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    whole, newline, torn = text.rpartition("\n")
-    for number, line in enumerate(whole.splitlines(), 1):
-      self._take(line, number)
-    if torn and protocol is not None:  # a run was killed as it wrote: it is repeated
-      path.write_text(whole + newline, encoding="utf-8")
+    for number, line in enumerate(_whole(path).splitlines(), 1):
+      self._take(line, f"{path}:{number}")
 
-  def _take(self, line: str, number: int) -> None:
-    where = f"{self.path}:{number}"
+  def _take(self, line: str, where: str) -> None:
     try:
       record = json.loads(line)
       key = record["arm"], record["scenario"], record["seed"]
@@ -50,38 +37,31 @@ class Results:
       )
     self.records[key] = record
 
-  def take(self, other: Path) -> None:
-    """Append the runs of another file that are missing here, and remove it."""
-    for key, record in Results(other, self._protocol).records.items():
-      if key not in self.records:
-        self.add(record)
-    other.unlink()
-
   def add(self, record: Record) -> None:
-    """Append a run; it is on disk when this returns."""
-    if self._protocol is not None:
-      record = {**record, "protocol": self._protocol}
-    self.path.parent.mkdir(parents=True, exist_ok=True)
-    with self.path.open("a", encoding="utf-8") as file:
-      file.write(json.dumps(record) + "\n")
-      file.flush()
-      os.fsync(file.fileno())
+    """Append a run, in one write; it is on disk when this returns."""
+    record = {**record, "protocol": self._protocol}
+    file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    os.write(file, (json.dumps(record) + "\n").encode())
+    os.fsync(file)
+    os.close(file)
     self.records[record["arm"], record["scenario"], record["seed"]] = record
 
 
-def merged(paths: Iterable[Path]) -> list[Record]:
-  """The runs of several files.
+def _whole(path: Path) -> str:
+  """The lines of a file but for one that was being written when a run was killed."""
+  whole, newline, _ = (path.read_text("utf-8") if path.exists() else "").rpartition("\n")
+  return whole + newline
 
-  Raises:
-    ValueError: if two of them hold the same run, or a file holds none.
-  """
-  found: dict[Key, tuple[Path, Record]] = {}
-  for path in paths:
-    records = Results(path).records
-    if not records:
-      raise ValueError(f"--results={path} holds no runs. Make some: python -m lab.faults run.")
-    for key, record in records.items():
-      if key in found:
-        raise ValueError(f"{found[key][0]} and {path} both hold {key}. Give one of them.")
-      found[key] = path, record
-  return [record for _, record in found.values()]
+
+def mend(path: Path) -> None:
+  """Remove what was being written when a run was killed, which is made again."""
+  path.parent.mkdir(parents=True, exist_ok=True)
+  path.write_text(_whole(path), "utf-8")
+
+
+def merged(paths: Iterable[Path]) -> list[Record]:
+  """The runs of several files."""
+  found = {key: record for path in paths for key, record in Results(path).records.items()}
+  if not found:
+    raise ValueError("--results holds no runs. Make some: python -m lab.faults run.")
+  return list(found.values())

@@ -1,68 +1,48 @@
-"""What is done to a run: faults F1-F9 and F11, and N1, the negative controls: legitimate surprises.
+"""What is done to a run: faults that real runs have, and healthy changes that may surprise.
 
-A scenario changes the rows of a step, the gradient or the learning rate (traced, `inject`), or
-the state before the step. When, how badly and where is drawn from the run's seed, alike for every
-arm.
+Each comes through a door that production has: the rows of a step, the state between two steps, the
+computation of a step, the schedule, the settings. When and where is drawn from the run's seed,
+alike for every arm.
 """
 
 import dataclasses
-import itertools
+import math
 import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from ats_jax.model.moe import MoE
+from ats_jax.config.schema.mixture import Phase
 from ats_jax.model.param import Role, merge, params_of, trainable
 from ats_jax.step.optimizers.base import per_parameter
 from ats_jax.step.state import TrainState
+from lab.faults.inject import PLACES, WAYS, Miscomputed
 
 Rows = dict[str, np.ndarray]  # arrays [accum, batch, seq]
+CLASSES = ("state", "computation", "data", "rate", "healthy")
 EARLIEST, LATEST = 0.3, 0.7  # of the run: where a fault may begin
-CONTROLS = ("N1", "N2", "A1")
 
 
 class Injection(NamedTuple):
-  """What happens at one step.
+  """What happens at one step."""
 
-  Attributes:
-    rows: the batch that is trained on.
-    gradient: multiplies the gradients; may be NaN.
-    rate: multiplies the learning rate, behind the schedule's back.
-    state: maps the state before the step to what is used, or None.
-    schedule: multiplies the schedule's rate.
-    minority: bool [batch], rows of another domain that the run is meant to learn; None = no row.
-  """
-
-  rows: Rows
-  gradient: float = 1.0
-  rate: float = 1.0
-  state: Callable[[TrainState], TrainState] | None = None
-  schedule: float = 1.0
-  minority: np.ndarray | None = None
+  rows: Rows  # that are trained on
+  schedule: float = 1.0  # multiplies the schedule's rate
+  state: Callable[[TrainState], TrainState] | None = None  # what becomes of the state before it
 
 
-@dataclasses.dataclass(frozen=True)
-class Draw:
-  """What chance decided for one run.
+class Draw(NamedTuple):
+  """What chance decided for one run."""
 
-  Attributes:
-    name: of the scenario.
-    seed: of the run.
-    onset: first step (0-based) at which anything may happen.
-    severity: one of the scenario's three.
-    vocab_size: ids of noise are below it.
-    other: batch of another domain, by name (domains.py), for a step.
-  """
-
-  name: str
+  name: str  # of the scenario
   seed: int
-  onset: int
-  severity: float
+  onset: int  # first step (0-based) at which anything may happen
+  num_steps: int
   vocab_size: int
-  other: Callable[[str, int], Rows]
+  rows: Callable[[str, int], Rows]  # of a domain, or others of the same ("main"), for a step
 
   def rng(self, step: int = 0) -> np.random.Generator:
     """Chance at one step, the same whoever asks."""
@@ -74,312 +54,288 @@ class Draw:
 
 
 Inject = Callable[[Draw, int, Rows], Injection]
+# What is computed wrongly at a time of the run, of a model with such parameters. By time: a step
+# that is made again later is made by a machine that may be well by then.
+Computes = Callable[[Draw, int, list[Any]], Miscomputed | None]
 
 
-@dataclasses.dataclass(frozen=True)
-class Scenario:
-  """A kind of fault.
+clean: Inject = lambda draw, step, rows: Injection(rows)  # nothing happens
 
-  Attributes:
-    family: F1-F9, F11, or N1 for what is no fault; those of the audit are in audit.py.
-    severities: mild, middling, bad; what the number means is said by `inject`.
-    inject: what happens at a step.
-    cause: what a supervisor should say: "learning rate", "data", "state", "router", "plateau"; ""
-      if nothing.
-    domain: what else is trained on, and scored by itself; "" = nothing else.
-    begins: the onset, where it is not drawn.
-  """
 
-  family: str
-  severities: tuple[float, float, float]
-  inject: Inject
-  cause: str = ""
-  domain: str = ""
-  begins: int | None = None
+class Scenario(NamedTuple):
+  """A kind of fault, or of healthy change."""
 
-  @property
-  def is_control(self) -> bool:
-    """Whether nothing is wrong, so that nothing lasting may be done."""
-    return self.family in CONTROLS
+  kind: str  # of `CLASSES`
+  inject: Inject = clean
+  computes: Computes | None = None
+  domain: str = ""  # what else is trained on, and scored by itself
+  begins: int | None = None  # the onset, where it is not drawn
+  # What the user set: fields of `optimizer`, and the `phases` of `data`.
+  settings: tuple[tuple[str, Any], ...] = ()
 
-  def draw(
-    self,
-    name: str,
-    seed: int,
-    num_steps: int,
-    vocab_size: int,
-    other: Callable[[str, int], Rows],
-  ) -> Draw:
+  def draw(self, name: str, seed: int, num_steps: int, vocab_size: int, rows: Callable) -> Draw:
     """Let chance decide for the run with this seed."""
     rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
     onset = int(num_steps * rng.uniform(EARLIEST, LATEST))
-    severity = self.severities[rng.integers(3)]
     onset = onset if self.begins is None else self.begins
-    return Draw(name, seed, onset, severity, vocab_size, other)
+    return Draw(name, seed, onset, num_steps, vocab_size, rows)
 
 
-# ---- F1: the learning rate
+# ---- data, some rows of which are changed
+
+Change = Callable[[Draw, int, Rows], Rows]
 
 
-def rate_burst(draw: Draw, step: int, rows: Rows) -> Injection:
-  """Multiplied with the severity for 30 steps."""
-  return Injection(rows, rate=draw.severity if draw.within(step, 30) else 1.0)
-
-
-def rate_forever(draw: Draw, step: int, rows: Rows) -> Injection:
-  """Multiplied with the severity from the onset on."""
-  return Injection(rows, rate=draw.severity if step >= draw.onset else 1.0)
-
-
-# ---- F2, F3, F7: the data
-
-
-def _stream(rows: Rows, ids: np.ndarray) -> Rows:
-  """`rows` with the text `ids` [accum, batch, seq + 1]."""
+def garbage(draw: Draw, step: int, rows: Rows) -> Rows:
+  """Bytes without meaning."""
+  *lead, seq = rows["tokens"].shape
+  ids = draw.rng(step).integers(0, min(256, draw.vocab_size), (*lead, seq + 1), dtype=np.int32)
   return rows | {"tokens": ids[..., :-1], "targets": ids[..., 1:]}
 
 
-def _noise(draw: Draw, step: int, rows: Rows) -> Rows:
-  *lead, seq = rows["tokens"].shape
-  ids = draw.rng(step).integers(0, draw.vocab_size, (*lead, seq + 1), dtype=np.int32)
-  return _stream(rows, ids)
+def repeated_text(draw: Draw, step: int, rows: Rows) -> Rows:
+  """The same row over and over, in all batches: text that was not deduplicated."""
+  first = draw.rows("main", 0)
+  return {name: np.broadcast_to(first[name][:, :1], x.shape).copy() for name, x in rows.items()}
 
 
-def noise_burst(draw: Draw, step: int, rows: Rows) -> Injection:
-  """As many batches as the severity says are uniform noise."""
-  return Injection(_noise(draw, step, rows) if draw.within(step, draw.severity) else rows)
+def token_offset(draw: Draw, step: int, rows: Rows) -> Rows:
+  """Ids of a tokenizer with another number of special tokens."""
+  shifted = lambda x: np.where(x < 256, (x + 3) % 256, x).astype(x.dtype)
+  return rows | {name: shifted(rows[name]) for name in ("tokens", "targets")}
 
 
-def noise_share(draw: Draw, step: int, rows: Rows) -> Injection:
-  """A share of all batches from the onset on is uniform noise."""
-  hit = step >= draw.onset and draw.rng(step).random() < draw.severity
-  return Injection(_noise(draw, step, rows) if hit else rows)
+def wrong_targets(draw: Draw, step: int, rows: Rows) -> Rows:
+  """Targets in another order within each row."""
+  return rows | {"targets": draw.rng(step).permuted(rows["targets"], axis=-1)}
 
 
-def shuffled_targets(draw: Draw, step: int, rows: Rows) -> Injection:
-  """Targets are permuted within as many batches as the severity says."""
-  if draw.within(step, draw.severity):
-    rows = rows | {"targets": draw.rng(step).permuted(rows["targets"].ravel()).reshape(
-      rows["targets"].shape)}  # fmt: skip
-  return Injection(rows)
+def _bad_rows(change: Change, length: float = math.inf, share: float = 1.0) -> Scenario:
+  def inject(draw: Draw, step: int, rows: Rows) -> Injection:
+    if not draw.within(step, length):
+      return Injection(rows)
+    taken = draw.rng(step + draw.num_steps).random(rows["tokens"].shape[1]) < share
+    return Injection(_picked(taken, rows, change(draw, step, rows)))
 
+  return Scenario("data", inject)
 
-def repeats(draw: Draw, step: int, rows: Rows) -> Injection:
-  """One token over and over, in as many batches as the severity says."""
-  if draw.within(step, draw.severity):
-    *lead, seq = rows["tokens"].shape
-    rows = _stream(rows, np.full((*lead, seq + 1), draw.rng().integers(256), np.int32))
-  return Injection(rows)
 
+def _picked(taken: np.ndarray, rows: Rows, other: Rows) -> Rows:
+  return {name: np.where(taken[None, :, None], other[name], x) for name, x in rows.items()}
 
-def stretched(draw: Draw, step: int, rows: Rows) -> Injection:
-  """Positions 64 times too far apart in as many batches as the severity says: bad packing."""
-  if draw.within(step, draw.severity):
-    rows = rows | {"positions": rows["positions"] * 64}
-  return Injection(rows)
 
+# ---- state: it is changed once, so that no batch and no step is to blame
 
-# ---- F4, F5: the gradient
+Edit = Callable[[np.ndarray, np.random.Generator], np.ndarray]
 
 
-def nan_gradient(draw: Draw, step: int, rows: Rows) -> Injection:
-  """As many steps as the severity says have a gradient of NaN; they are 7 apart."""
-  since = step - draw.onset
-  hit = 0 <= since < 7 * draw.severity and since % 7 == 0
-  return Injection(rows, gradient=np.nan if hit else 1.0)
+def _once(edit: Callable[[TrainState, np.random.Generator], TrainState]) -> Scenario:
+  def inject(draw: Draw, step: int, rows: Rows) -> Injection:
+    is_now, edited = step == draw.onset, lambda state: edit(state, draw.rng(step))
+    return Injection(rows, state=edited if is_now else None)
 
+  return Scenario("state", inject)
 
-def huge_gradient(draw: Draw, step: int, rows: Rows) -> Injection:
-  """A fiftieth of the steps from the onset on has a gradient as many times too large."""
-  hit = step >= draw.onset and draw.rng(step).random() < 0.02
-  return Injection(rows, gradient=draw.severity if hit else 1.0)
 
+def matrices(params: list[Any]) -> list[int]:
+  """Which of the parameters of a model are matrices."""
+  return [i for i, param in enumerate(params) if len(param.axes) > 1]
 
-# ---- F4, F6: the state
 
+def _edited(x: jax.Array, rng: np.random.Generator, edit: Edit) -> jax.Array:
+  return jax.device_put(edit(np.array(x), rng), x.sharding)
 
-def _edit_matrix(state: TrainState, rng: np.random.Generator, edit: Callable) -> TrainState:
-  """`state` with one matrix of the model, chosen by chance, replaced by `edit(matrix)`."""
-  params: Any = trainable(state.model)
-  leaves, structure = jax.tree.flatten(params)
-  which = rng.choice([i for i, p in enumerate(params_of(params)) if len(p.axes) > 1])
-  old = leaves[which]
-  leaves[which] = jax.device_put(edit(np.array(old)), old.sharding)
-  return dataclasses.replace(state, model=merge(structure.unflatten(leaves), state.model))
 
+def _edit_one(tree: Any, rng: np.random.Generator, edit: Edit) -> Any:
+  """`tree` with one of its matrices, chosen by chance, edited."""
+  leaves, structure = jax.tree.flatten(tree)
+  which = rng.choice(matrices(params_of(tree)))
+  leaves[which] = _edited(leaves[which], rng, edit)
+  return structure.unflatten(leaves)
 
-def _places(matrix: np.ndarray, rng: np.random.Generator, count: float) -> tuple:
-  return np.unravel_index(rng.choice(matrix.size, int(count), replace=False), matrix.shape)
 
+def _weights(edit: Edit) -> Scenario:
+  def whole(state: TrainState, rng: np.random.Generator) -> TrainState:
+    params = _edit_one(trainable(state.model), rng, edit)
+    return dataclasses.replace(state, model=merge(params, state.model))
 
-def nan_weight(draw: Draw, step: int, rows: Rows) -> Injection:
-  """As many weights of a matrix as the severity says become NaN, once: no batch is to blame."""
-  if step != draw.onset:
-    return Injection(rows)
-  rng = draw.rng(step)
+  return _once(whole)
 
-  def edit(matrix: np.ndarray) -> np.ndarray:
-    matrix[_places(matrix, rng, draw.severity)] = np.nan
-    return matrix
 
-  return Injection(rows, state=lambda state: _edit_matrix(state, rng, edit))
+def _moments(name: str, edit: Callable[[Any, np.random.Generator], Any]) -> Scenario:
+  def whole(state: TrainState, rng: np.random.Generator) -> TrainState:
+    (old,) = [tree for found, tree in per_parameter(state.opt_state) if found == name]
+    swap = lambda tree: edit(tree, rng) if tree is old else tree
+    opt_state = jax.tree.map(swap, state.opt_state, is_leaf=lambda tree: tree is old)
+    return dataclasses.replace(state, opt_state=opt_state)
 
+  return _once(whole)
 
-def scaled_matrix(draw: Draw, step: int, rows: Rows) -> Injection:
-  """A matrix is multiplied with the severity, once: silent corruption."""
-  if step != draw.onset:
-    return Injection(rows)
-  edit = lambda matrix: matrix * np.float32(draw.severity)
-  return Injection(rows, state=lambda state: _edit_matrix(state, draw.rng(step), edit))
 
+def _some_nan(matrix: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+  matrix.reshape(-1)[rng.choice(matrix.size, 10, replace=False)] = np.nan
+  return matrix
 
-def flipped_bits(draw: Draw, step: int, rows: Rows) -> Injection:
-  """The highest bit of the exponent flips in as many weights of a matrix as the severity says."""
-  if step != draw.onset:
-    return Injection(rows)
-  rng = draw.rng(step)
 
-  def edit(matrix: np.ndarray) -> np.ndarray:
-    matrix.view(np.uint32)[_places(matrix, rng, draw.severity)] ^= np.uint32(1 << 30)
-    return matrix
+def _flip(bit: int) -> Edit:
+  def edit(array: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    array.reshape(-1).view(np.uint32)[rng.integers(array.size)] ^= np.uint32(1 << bit)
+    return array
 
-  return Injection(rows, state=lambda state: _edit_matrix(state, rng, edit))
+  return edit
 
 
-# ---- F8, F9: the experts
+def _flip_moment(name: str, bit: int) -> Scenario:
+  return _moments(name, lambda tree, rng: _edit_one(tree, rng, _flip(bit)))
 
 
-def _moes(tree: Any) -> list[MoE]:
-  """The stacked layers with experts of a model, or of moments."""
-  layers = [layer for blocks in tree.segments for layer in blocks.layers]
-  return [layer.mlp for layer in layers if isinstance(layer.mlp, MoE)]
+def _flip_step(state: TrainState, rng: np.random.Generator) -> TrainState:
+  return dataclasses.replace(state, step=_edited(state.step, rng, _flip(6)))
 
 
-def _chosen(draw: Draw, state: TrainState, count: float) -> np.ndarray:
-  """As many experts in use as `count` says, by chance: the same in each layer."""
-  router = _moes(state.model)[0].router
-  in_use = np.flatnonzero(np.asarray(router.is_open())[0, : router.num_slots])
-  return draw.rng().choice(in_use, int(count), replace=False)
+# ---- the computation of a step
 
 
-def _write(variable: Any, experts: np.ndarray, edit: Callable) -> None:
-  """Replace what arrays [layers, experts, ...] hold of some experts."""
-  array = np.array(variable[...])
-  array[:, experts] = edit(array[:, experts])
-  variable[...] = jax.device_put(array, variable[...].sharding)
+def _miscomputed(
+  place: str,
+  way: str,
+  amount: float = 1.0,
+  length: float = 60,
+  part: float = 1.0,
+  every: int = 1,
+  of: Role | str | None = None,
+) -> Scenario:
+  """A part of one tensor is computed wrongly, in one of `every` steps; which part is drawn.
 
+  `of` is the tensor's role, or "all" for all as one, as in a bucket that is sent; None = a matrix.
+  """
 
-def _push_two(draw: Draw, step: int, rows: Rows, name: str) -> Injection:
-  """Add to what a router's `name` holds of two experts."""
-  if step != draw.onset:
-    return Injection(rows)
+  def computes(draw: Draw, now: int, params: list[Any]) -> Miscomputed | None:
+    if not draw.within(now, length) or (now - draw.onset) % every:
+      return None
+    rng = draw.rng()
+    begin, size, row = 0.0, 1.0, 1
+    if place != "activations" and of != "all":
+      which = int(rng.choice([i for i in matrices(params) if of in (None, params[i].role)]))
+      sizes = [param.size for param in params]
+      begin, size = sum(sizes[:which]) / sum(sizes), sizes[which] / sum(sizes)
+      row = params[which].shape[-1]
+    first = begin + size * rng.uniform(0.0, 1.0 - part)
+    by = amount * row if way == "shift" else amount
+    return Miscomputed(PLACES.index(place), WAYS.index(way), first, first + size * part, by)
 
-  def edit(state: TrainState) -> TrainState:
-    for moe in _moes(state.model):
-      chosen = _chosen(draw, state, 2)
-      _write(getattr(moe.router, name), chosen, lambda x: x + draw.severity)
-    return state
+  return Scenario("computation", computes=computes)
 
-  return Injection(rows, state=edit)
 
+# ---- the learning rate
 
-def collapsed_router(draw: Draw, step: int, rows: Rows) -> Injection:
-  """As much as the severity says is added to the logits of two experts of each layer, once."""
-  return _push_two(draw, step, rows, "offset")
 
+def _schedule(factor: float, length: float = math.inf, begins: int | None = None) -> Scenario:
+  """The schedule is computed wrongly for as many steps."""
+  rate = lambda draw, step: factor if draw.within(step, length) else 1.0
+  inject = lambda draw, step, rows: Injection(rows, schedule=rate(draw, step))
+  return Scenario("rate", inject, begins=begins)
 
-def biased_router(draw: Draw, step: int, rows: Rows) -> Injection:
-  """The same to the bias that chooses: neither probabilities nor any weight change."""
-  return _push_two(draw, step, rows, "bias_E")
 
+def _set(kind: str, *phases: tuple[float, int], **settings: Any) -> Scenario:
+  """What the user set; phases are schedules that follow each other: (peak of the rate, steps)."""
+  parts = tuple(Phase(steps=n, learning_rate=rate, warmup_steps=20) for rate, n in phases)
+  settings |= {"phases": parts} if parts else {}
+  return Scenario(kind, begins=0, settings=tuple(settings.items()))
 
-def dead_experts(draw: Draw, step: int, rows: Rows) -> Injection:
-  """As many experts of each layer as the severity says are chosen no more; their moments are 0."""
-  if step != draw.onset:
-    return Injection(rows)
 
-  def edit(state: TrainState) -> TrainState:
-    dead = _chosen(draw, state, draw.severity)
-    for moe in _moes(state.model):
-      _write(moe.router.bias_E, dead, lambda x: x - 1e3)
-    for moe in itertools.chain(*(_moes(tree) for _, tree in per_parameter(state.opt_state))):
-      for moment in params_of(moe):
-        if moment.role is Role.EXPERT:
-          _write(moment, dead, np.zeros_like)
-    return state
+# ---- healthy
 
-  return Injection(rows, state=edit)
 
+def _with(domain: str, taken: Callable[[Draw, int, int], np.ndarray], **more: Any) -> Scenario:
+  """Some rows are of another domain: of a run, a step and the number of rows, which."""
 
-# ---- F11: a learning rate that is too low
+  def inject(draw: Draw, step: int, rows: Rows) -> Injection:
+    chosen = taken(draw, step, rows["tokens"].shape[1])
+    return Injection(_picked(chosen, rows, draw.rows(domain, step)))
 
+  return Scenario("healthy", inject, domain=domain, **more)
 
-def low_rate(draw: Draw, step: int, rows: Rows) -> Injection:
-  """Multiplied with the severity in the whole run."""
-  return Injection(rows, rate=draw.severity)
 
+def _files(draw: Draw, step: int, size: int) -> np.ndarray:
+  """Of each 60 batches 15 in a row, as the files of a domain come."""
+  return np.full(size, 0 <= step % 60 - draw.rng().integers(46) < 15)
 
-# ---- N1: what may surprise, and is right
 
+def _changed(change: Change, begins: int | None = None) -> Scenario:
+  """Batches are others from the onset on."""
+  changed = lambda d, i, rows: change(d, i, rows) if i >= d.onset else rows
+  inject = lambda draw, step, rows: Injection(changed(draw, step, rows))
+  return Scenario("healthy", inject, begins=begins)
 
-def clean(draw: Draw, step: int, rows: Rows) -> Injection:
-  """Nothing happens."""
-  del draw, step
-  return Injection(rows)
 
+def _twice(draw: Draw, step: int, rows: Rows) -> Rows:
+  more = draw.rows("main", step)
+  return {k: np.concatenate([v, more[k]], axis=1) for k, v in rows.items()}
 
-def domain_switch(draw: Draw, step: int, rows: Rows) -> Injection:
-  """From the onset on, a share of the rows is of another kind of text."""
-  if step < draw.onset:
-    return Injection(rows)
-  taken = int(draw.severity * rows["tokens"].shape[1])
-  foreign = draw.other("prose", step)
-  join = lambda old, new: np.concatenate([new[:, :taken], old[:, taken:]], axis=1)
-  return Injection({name: join(rows[name], foreign[name]) for name in rows})
 
+def _in_two(draw: Draw, step: int, rows: Rows) -> Rows:
+  return {k: v.reshape(2, -1, v.shape[-1]) for k, v in rows.items()}
 
-def rate_jump(draw: Draw, step: int, rows: Rows) -> Injection:
-  """Somebody raises the learning rate and tells nobody."""
-  return rate_forever(draw, step, rows)
 
-
-def small_batch(draw: Draw, step: int, rows: Rows) -> Injection:
-  """From the onset on, as many rows of a batch as the severity says count."""
-  if step < draw.onset:
-    return Injection(rows)
-  counts = np.arange(rows["tokens"].shape[1]) < draw.severity
-  return Injection(rows | {"loss_mask": rows["loss_mask"] * counts[None, :, None]})
-
-
-def length_jump(draw: Draw, step: int, rows: Rows) -> Injection:
-  """Until the onset, rows are cut into documents as long as the severity says: a curriculum."""
-  if step >= draw.onset:
-    return Injection(rows)
-  piece, place = np.divmod(np.arange(rows["tokens"].shape[2], dtype=np.int32), int(draw.severity))
+def _short(draw: Draw, step: int, rows: Rows) -> Rows:
+  """In the first half of a run, documents have 8 tokens: a curriculum of lengths."""
+  if step >= draw.num_steps // 2:
+    return rows
+  piece, place = np.divmod(np.arange(rows["tokens"].shape[2], dtype=np.int32), 8)
   spread = lambda x: np.broadcast_to(x, rows["tokens"].shape)
-  return Injection(rows | {"segment_ids": spread(piece + 1), "positions": spread(place)})
+  return rows | {"segment_ids": spread(piece + 1), "positions": spread(place)}
 
 
-SCENARIOS = {
-  "rate_burst": Scenario("F1", (10.0, 30.0, 100.0), rate_burst, "learning rate"),
-  "rate_forever": Scenario("F1", (10.0, 30.0, 100.0), rate_forever, "learning rate"),
-  "noise_burst": Scenario("F2", (10, 20, 40), noise_burst, "data"),
-  "noise_share": Scenario("F2", (0.02, 0.05, 0.1), noise_share, "data"),
-  "shuffled_targets": Scenario("F3", (30, 60, 90), shuffled_targets, "data"),
-  "nan_gradient": Scenario("F4", (1, 3, 10), nan_gradient),
-  "nan_weight": Scenario("F4", (1, 10, 100), nan_weight, "state"),
-  "huge_gradient": Scenario("F5", (1e2, 1e3, 1e4), huge_gradient),
-  "scaled_matrix": Scenario("F6", (10.0, 30.0, 100.0), scaled_matrix, "state"),
-  "flipped_bits": Scenario("F6", (1, 4, 16), flipped_bits, "state"),
-  "repeats": Scenario("F7", (10, 20, 40), repeats, "data"),
-  "stretched": Scenario("F7", (20, 40, 80), stretched, "data"),
-  "collapsed_router": Scenario("F8", (4.0, 6.0, 8.0), collapsed_router),
-  "biased_router": Scenario("F8", (4.0, 6.0, 8.0), biased_router),
-  "dead_experts": Scenario("F9", (1, 1, 2), dead_experts, "router"),
-  "low_rate": Scenario("F11", (0.02, 0.05, 0.1), low_rate, "plateau"),
-  "clean": Scenario("N1", (0, 0, 0), clean),
-  "domain_switch": Scenario("N1", (0.25, 0.5, 1.0), domain_switch),
-  "rate_jump": Scenario("N1", (1.5, 2.0, 3.0), rate_jump),
-  "small_batch": Scenario("N1", (2, 2, 4), small_batch),
-  "length_jump": Scenario("N1", (4, 8, 16), length_jump),
+RATE = 4e-3  # the good learning rate of the suite's model
+SCENARIOS: dict[str, Scenario] = {
+  "nan_weight": _weights(_some_nan),
+  "scaled_matrix": _weights(lambda matrix, rng: matrix * np.float32(30.0)),
+  "wrong_order": _weights(lambda x, rng: np.roll(x, x.shape[-1] // 2, axis=-1)),
+  "lost_moments": _moments("nu", lambda tree, rng: jax.tree.map(jnp.zeros_like, tree)),
+  "flip_weight_30": _weights(_flip(30)),
+  "flip_weight_25": _weights(_flip(25)),
+  "flip_mu_30": _flip_moment("mu", 30),
+  "flip_nu_30": _flip_moment("nu", 30),
+  "flip_nu_31": _flip_moment("nu", 31),
+  "flip_step_6": _once(_flip_step),
+  "nan_gradient": _miscomputed("gradients", "scale", math.nan, 21, every=7),
+  "nan_gradient_long": _miscomputed("gradients", "scale", math.nan),
+  "huge_gradient": _miscomputed("gradients", "scale", 1e4, 100, every=10),
+  "gradient_sign": _miscomputed("gradients", "scale", -1.0, 100),
+  "gradient_shift": _miscomputed("gradients", "shift", 1, of="all"),
+  "gradient_flip": _miscomputed("gradients", "flip", 30, part=0.0),
+  "update_scale": _miscomputed("updates", "scale", 100.0, 20),
+  "update_shift": _miscomputed("updates", "shift", 1, part=0.5),
+  "matmul_scale": _miscomputed("weights", "scale", 16.0, part=0.5),
+  "matmul_shift": _miscomputed("weights", "shift", 1, part=0.25),
+  "stale_weights": _miscomputed("weights", "old", length=100, part=0.5, of="all"),
+  "activation_flip": _miscomputed("activations", "flip", 30, every=10, part=0.0),
+  "activation_shift": _miscomputed("activations", "shift", 1, part=0.25),
+  "head_diverges": _miscomputed("updates", "scale", 100.0, math.inf, of=Role.HEAD),
+  "short_memory": _set("computation", b2=0.3, eps=1e-12),
+  "garbage_burst": _bad_rows(garbage, 20),
+  "garbage_rows": _bad_rows(garbage, share=0.1),
+  "wrong_targets": _bad_rows(wrong_targets, 60),
+  "wrong_targets_rows": _bad_rows(wrong_targets, share=0.25),
+  "repeated_text": _bad_rows(repeated_text, 40),
+  "token_offset": _bad_rows(token_offset, share=0.25),
+  "computed_x10_forever": _schedule(10.0),
+  "computed_x30_forever": _schedule(30.0),
+  "computed_x30_burst": _schedule(30.0, 30),
+  "computed_x30_from_0": _schedule(30.0, begins=0),
+  "set_x30": _set("rate", learning_rate=30 * RATE),
+  "set_phase_x30": _set("rate", (RATE, 200), (30 * RATE, 0)),
+  "clean": Scenario("healthy"),
+  "script_batch_10": _with("script", lambda d, i, n: np.full(n, d.rng(i).random() < 0.1), begins=0),
+  "script_row_10": _with("script", lambda d, i, n: d.rng(i).random(n) < 0.1, begins=0),
+  "script_shard_25": _with("script", _files, begins=0),
+  "table_shard_25": _with("table", _files, begins=0),
+  "code_to_prose": _with("prose", lambda d, i, n: d.rng(i).random(n) < i / d.num_steps, begins=0),
+  "domain_switch": _with("prose", lambda d, i, n: (np.arange(n) < n // 2) & (i >= d.onset)),
+  "phase_x10": _set("healthy", (RATE / 10, 150), (RATE, 0)),
+  "warm_restart": _set("healthy", (RATE, 200), (RATE, 0)),
+  "rows_doubled": _changed(_twice),
+  "accumulation": _changed(_in_two),
+  "length_jump": _changed(_short, begins=0),
 }

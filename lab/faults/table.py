@@ -1,277 +1,187 @@
-"""Runs -> figures -> text.
+"""Runs -> figures -> Markdown; docs/lab/faults.md says what the figures mean."""
 
-Recovered = (L_none - L) / (L_none - L_clean) with final validation losses L of one seed: 1 = as if
-nothing had happened, 0 = as bad as nothing done. L_none is of the unguarded run with the fault,
-L_clean of the clipped run without. Not given where the fault cost less than `LEAST_DAMAGE`.
-Excess = L - L_clean in nats. Intervals: 95 %, bootstrap over seeds, alike for all arms (paired).
-"""
-
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from lab.faults.arms import ARMS, OTHER_ARMS
-from lab.faults.audit import KNOWN
+from lab.faults.arms import ARMS, OURS, OWN
 from lab.faults.results import Record
-from lab.faults.thresholds import THRESHOLDS, Threshold
+from lab.faults.scenarios import CLASSES, SCENARIOS
+from lab.faults.suite import TUNING_SEEDS
+from lab.faults.thresholds import HURTS, LEAST_GAIN, THRESHOLDS
 
-UNGUARDED, USUAL, CLEAN = "none", "clip", "clean"
-BASELINES = ("clip", "zclip", "adagc", "skip_step", "rate_rules")
-LEAST_DAMAGE = 0.02  # nats
-RESAMPLES = 2000
+USUAL, CLEAN = "clip", "clean"
+RUNS_SAY = ("corpus", "protocol", "commit", "dirty", "python", "jax")
 
 
 class Board:
-  """Final losses and reactions as arrays [arm, scenario, seed]; NaN where there is no run.
+  """The runs of some seeds by arm, scenario, seed; scenarios are in the order of their classes."""
 
-  Attributes:
-    arms: names, in the order of `ARMS` and `OTHER_ARMS`.
-    found: all scenarios that were run.
-    faults: those that are faults.
-    controls: those that are not.
-    seeds: sorted.
-    records: by arm, scenario, seed.
-  """
-
-  def __init__(self, records: Sequence[Record]):
+  def __init__(self, records: Iterable[Record]):
     self.records = {(r["arm"], r["scenario"], r["seed"]): r for r in records}
-    found = {arm for arm, _, _ in self.records}
-    self.arms = [arm for arm in (*ARMS, *OTHER_ARMS) if arm in found]
-    ran = {scenario for _, scenario, _ in self.records}
-    self.found = [s for s in KNOWN if s in ran]
-    self.faults = [s for s in self.found if not KNOWN[s].is_control]
-    self.controls = [s for s in self.found if KNOWN[s].is_control]
-    self.seeds = sorted({seed for _, _, seed in self.records})
-    rng = np.random.default_rng(0)
-    self._resamples = rng.integers(0, len(self.seeds), (RESAMPLES, len(self.seeds)))
+    arms, ran, seeds = (set(x) for x in zip(*self.records, strict=True))
+    self.arms = [arm for arm in ARMS if arm in arms] + sorted(arms - ARMS.keys())
+    self.baselines = [arm for arm in self.arms if arm not in OWN]
+    found = [s for kind in CLASSES for s in SCENARIOS if s in ran and SCENARIOS[s].kind == kind]
+    self.faults = [s for s in found if SCENARIOS[s].kind != "healthy"]
+    self.healthy = [s for s in found if SCENARIOS[s].kind == "healthy"]
+    self.seeds = sorted(seeds)
 
-  def values(self, name: str, arm: str, scenario: str) -> np.ndarray:
-    """A field of the runs of an arm by seed; NaN where it is missing."""
-    found = [self.records.get((arm, scenario, seed), {}).get(name) for seed in self.seeds]
-    return np.array([np.nan if x is None else x for x in found], np.float64)
+  def runs(self, arm: str, scenarios: Iterable[str]) -> list[Record]:
+    """Those that there are."""
+    keys = [(arm, scenario, seed) for scenario in scenarios for seed in self.seeds]
+    return [self.records[key] for key in keys if key in self.records]
 
-  def excess(self, arm: str, scenario: str) -> np.ndarray:
-    """By seed; a control against the clipped run of the same control."""
-    usual = scenario if KNOWN[scenario].is_control else CLEAN
-    return self.values("loss", arm, scenario) - self.values("loss", USUAL, usual)
+  def over(self, arm: str, scenario: str, other: str) -> list[float]:
+    """Losses above those of the clean runs of another arm, of seeds that have both."""
+    clean = {run["seed"]: run["loss"] for run in self.runs(other, [CLEAN])}
+    runs = self.runs(arm, [scenario])
+    return [run["loss"] - clean[run["seed"]] for run in runs if run["seed"] in clean]
 
-  def recovered(self, arm: str, scenario: str) -> np.ndarray:
-    """By seed."""
-    unguarded = self.values("loss", UNGUARDED, scenario)
-    damage = unguarded - self.values("loss", USUAL, CLEAN)
-    damage = np.where(damage > LEAST_DAMAGE, damage, np.nan)
-    return (unguarded - self.values("loss", arm, scenario)) / damage
+  def cost(self, arm: str, scenario: str) -> float:
+    """Above the clean run of `clip`, mean of the seeds; NaN without a run."""
+    return mean(self.over(arm, scenario, USUAL))
 
-  def interval(self, by_seed: np.ndarray) -> tuple[float, float]:
-    """Of the mean of [scenario, seed] under resampled seeds; NaN where there is no run."""
-    by_sample = _mean(by_seed[:, self._resamples])
-    means = _mean(by_sample.T)
-    if not np.isfinite(means).any():
-      return np.nan, np.nan
-    low, high = np.nanquantile(means, [0.025, 0.975])
-    return float(low), float(high)
+  def usual(self, run: Record) -> Record:
+    """The run of `clip` with the same scenario and seed; {} without one."""
+    return self.records.get((USUAL, run["scenario"], run["seed"]), {})
 
-  def all_recovered(self, arm: str) -> np.ndarray:
-    """[fault, seed]."""
-    return np.array([self.recovered(arm, fault) for fault in self.faults])
+  def hurt(self, run: Record) -> float:
+    """Of a healthy run, above `clip` with the same change: the domain that lost most."""
+    usual = self.usual(run).get("domains", {})
+    return max((run["domains"][name] - loss for name, loss in usual.items()), default=np.nan)
 
-  def diagnosed(self, arm: str, scenario: str) -> np.ndarray:
-    """By seed: 1 if the first finding from the onset on names the cause; NaN without one."""
-    cause, right = KNOWN[scenario].cause, []
-    for seed in self.seeds:
-      record = self.records.get((arm, scenario, seed), {})
-      found = [c for step, c, _ in record.get("findings", ()) if step > record["onset"]]
-      right.append(float(found[0] == cause) if found and cause else np.nan)
-    return np.array(right)
+  def best(self, scenario: str) -> str:
+    """The baseline with the lowest mean cost of a fault."""
+    costs = {arm: self.cost(arm, scenario) for arm in self.baselines}
+    return min(costs, key=lambda arm: (np.isnan(costs[arm]), costs[arm]), default=USUAL)
 
-  def remedies(self, arm: str) -> tuple[np.ndarray, np.ndarray]:
-    """The interventions of all runs of an arm, controls too.
-
-    Returns:
-      How sure the supervisor was of each; and 1 where it was right: the fault was there, of that
-      cause, and no verdict says that the action did no good.
-    """
-    sure, right = [], []
-    for (of, scenario, _), record in self.records.items():
-      verdicts = dict(record.get("verdicts", ()))
-      for step, number, cause, confidence, _ in record.get("decisions", ()) if of == arm else ():
-        if cause not in ("harm", "recovery"):
-          planted = cause == KNOWN[scenario].cause and step > record["onset"]
-          sure.append(confidence)
-          right.append(planted and verdicts.get(number, "unclear") in ("helped", "unclear"))
-    return np.array(sure), np.array(right, np.float64)
+  def mendable(self) -> list[str]:
+    """Faults that some arm improves by `LEAST_GAIN` over `clip`."""
+    gain = lambda s, arm: self.cost(USUAL, s) - self.cost(arm, s)
+    return [s for s in self.faults if any(gain(s, arm) >= LEAST_GAIN for arm in self.arms)]
 
 
-def calibration_error(sure: np.ndarray, right: np.ndarray, bins: int = 10) -> float:
-  """Expected calibration error (Guo et al. 2017, eq. 3): how far confidence is from its hit rate.
-
-  Args:
-    sure: stated probabilities, [n].
-    right: 1 where it came true, [n].
-    bins: equally wide, of probabilities.
-
-  Returns:
-    The mean over the bins of |mean of sure - mean of right|, by the number in each; NaN of none.
-  """
-  at = np.minimum((sure * bins).astype(int), bins - 1)
-  gaps = [abs(np.sum(sure[at == i] - right[at == i])) for i in range(bins)]
-  return sum(gaps) / sure.size if sure.size else np.nan
+def mean(values: Iterable[float]) -> float:
+  """Of what is not NaN; NaN of nothing."""
+  found = [x for x in values if np.isfinite(x)]
+  return float(np.mean(found)) if found else np.nan
 
 
-def mean(by_seed: np.ndarray) -> float:
-  """Of [scenario, seed]: over seeds, then over scenarios, of what is not NaN; NaN of nothing."""
-  return float(_mean(_mean(by_seed)))
+def worst(values: Iterable[float]) -> float:
+  """The largest that is not NaN; NaN of nothing."""
+  return max((float(x) for x in values if np.isfinite(x)), default=np.nan)
 
 
-def _mean(x: np.ndarray) -> np.ndarray:
-  """Over the last axis, of what is not NaN; NaN of nothing."""
-  seen = np.isfinite(x)
-  total = np.sum(np.where(seen, x, 0.0), axis=-1)
-  return np.where(seen.any(axis=-1), total / np.maximum(seen.sum(axis=-1), 1), np.nan)
+def rollbacks(run: Record) -> int:
+  """How many there were."""
+  return sum(name == "rollback" for _, name, _ in run["actions"])
 
 
-def figures(board: Board, arm: str) -> dict[str, float]:
-  """The figures of `THRESHOLDS` for an arm; NaN where runs are missing."""
-  ours = board.all_recovered(arm)
-  baselines = {b: board.all_recovered(b) for b in BASELINES if b in board.arms and b != arm}
-  nothing = np.full_like(ours, np.nan)
-  best = max(baselines.values(), key=mean, default=nothing)
-  gaps = np.array([_mean(b - ours) for b in baselines.values()] or [_mean(nothing)])
-  excess = np.array([board.excess(arm, fault) for fault in board.faults])
-  right = np.concatenate([board.diagnosed(arm, f) for f in board.faults])
-  of_clean = lambda name: board.values(name, arm, CLEAN)
-  sure, hit = board.remedies(arm)
-  undone = sum(r.get("undone", 0) for (of, _, _), r in board.records.items() if of == arm)
-  lasting = [board.values("rollbacks", arm, c) + board.values("cuts", arm, c)
-             for c in board.controls]  # fmt: skip
-  return dict(zip(THRESHOLDS, (
-    mean(ours),
-    mean(ours) - mean(best),
-    _least(_mean(ours)),
-    -_least(-gaps),
-    mean(excess),
-    -_least(-excess),
-    float(_mean(right)),
-    undone / sure.size if sure.size else np.nan,
-    calibration_error(sure, hit),
-    abs(mean(board.excess(arm, CLEAN)[None])),
-    float(_mean(of_clean("skipped") / of_clean("steps"))),
-    float(np.nansum(lasting)),
-  ), strict=True))  # fmt: skip
+def is_cut(run: Record) -> bool:
+  """Whether the rate was lower than the schedule's for some time."""
+  rates = [rate for _, name, rate in run["actions"] if name == "rate"]
+  return run["rate_held"] > 0 or any(rate < 1.0 for rate in rates)
 
 
-def _least(x: np.ndarray) -> float:
-  return float(np.min(x, initial=np.inf, where=np.isfinite(x)))
+def figures(board: Board, mendable: Sequence[str], arm: str = OURS) -> dict[str, float]:
+  """The figures of `THRESHOLDS`; NaN where runs are missing."""
+  healthy = board.runs(arm, board.healthy)
+  share = lambda part, of: 100.0 * part / of if of else np.nan
+  findings = sum(len(r["findings"]) for r in healthy)
+  pairs = [(r, board.usual(r)) for r in healthy if not r["fired"]]
+  unequal = [r["weights"] != usual["weights"] for r, usual in pairs if usual]
+  can = [s for s in mendable if np.isfinite(board.cost(arm, s))]
+  of_class = lambda arm: mean(board.cost(arm, s) for s in can)
+  gap = lambda other, s: board.cost(arm, s) - board.cost(other, s)
+  found = (
+    sum(rollbacks(r) > 0 and board.hurt(r) >= HURTS for r in healthy) if healthy else np.nan,
+    sum(map(is_cut, healthy)) if healthy else np.nan,
+    share(sum(r["left_out"] for r in healthy), sum(r["steps"] for r in healthy)),
+    share(findings, sum(r["looks"] for r in healthy)),
+    sum(unequal) if unequal else np.nan,
+    of_class(arm) / -worst(-of_class(other) for other in board.baselines),
+    worst(gap(USUAL, s) for s in board.faults if s not in mendable),
+    worst(gap(board.best(s), s) for s in board.faults),
+  )
+  return dict(zip(THRESHOLDS, map(float, found), strict=True))
 
 
-def render(records: Sequence[Record], judged: str) -> str:
-  """All tables as Markdown.
-
-  Args:
-    records: runs.
-    judged: the arm that the thresholds are for.
-  """
-  board = Board(records)
-  tables = [f"{len(records)} runs, seeds {', '.join(map(str, board.seeds))}."]
-  if board.faults:
-    tables += [
-      _table("recovered, mean [95 %]", board, board.faults, _recovered, overall=_overall),
-      _table("excess, nats: mean / worst", board, board.faults, _excess),
-      _table("diagnosis: right / with one", board, board.faults, _diagnosis),
-      _table("steps until it acted: median (runs without any)", board, board.faults, _delay),
-    ]
-  if board.controls:
-    tables += [
-      _table("controls: loss against clip, nats", board, board.controls, _excess),
-      _table("controls: steps acted on / left out, per 1000", board, board.controls, _false),
-    ]
-  if judged in board.arms and board.faults:
-    tables.append(verdict(judged, figures(board, judged), THRESHOLDS))
-  return "\n\n".join(tables)
+def tables(records: Sequence[Record]) -> str:
+  """All tables: of the held-out seeds if there are any, else of the tuning seeds."""
+  tuned = [r for r in records if r["seed"] in TUNING_SEEDS]
+  board = Board([r for r in records if r["seed"] not in TUNING_SEEDS] or tuned)
+  mendable = [s for s in Board(tuned or records).mendable() if s in board.faults]
+  said = [f"{name}: {', '.join(sorted({str(r.get(name)) for r in records}))}" for name in RUNS_SAY]
+  faults = board.faults
+  rows = {s: [s] for s in faults}
+  rows |= {f"**{kind}**": [s for s in faults if SCENARIOS[s].kind == kind] for kind in CLASSES}
+  own = lambda arm, some: _two([board.over(arm, s, arm) for s in some])
+  cost = lambda arm, some: _two([board.over(arm, s, USUAL) for s in some])
+  parts = [
+    "\n".join([f"{len(board.records)} runs, seeds {', '.join(map(str, board.seeds))}.", *said]),
+    _grid(board, "clean run less that of clip, nats: mean (worst)", {CLEAN: [CLEAN]}, cost),
+    _grid(board, "over its own clean run, nats: mean (worst)", rows, own),
+    _best(board, mendable),
+    markdown(HEALTHY, [_healthy(board, arm) for arm in board.arms]),
+  ]
+  if OURS in board.arms:
+    parts.append(_verdict(figures(board, mendable)))
+  return "\n\n".join(parts)
 
 
-Cell = Callable[[Board, str, str], str]
+def _two(by_scenario: list[list[float]]) -> str:
+  most = worst(x for values in by_scenario for x in values)
+  return f"{number(mean(map(mean, by_scenario)))} ({number(most)})"
 
 
-def _table(
-  title: str,
-  board: Board,
-  scenarios: list[str],
-  cell: Cell,
-  overall: Callable[[Board, str], str] | None = None,
+def _grid(
+  board: Board, title: str, rows: dict[str, list[str]], cell: Callable[[str, list[str]], str]
 ) -> str:
-  rows = [[s, *(cell(board, arm, s) for arm in board.arms)] for s in scenarios]
-  if overall is not None:
-    rows.append(["**mean**", *(overall(board, arm) for arm in board.arms)])
-  return markdown([title, *board.arms], rows)
+  lines = [[name, *(cell(arm, some) for arm in board.arms)] for name, some in rows.items() if some]
+  return markdown([title, *board.arms], lines)
+
+
+def _best(board: Board, mendable: Sequence[str]) -> str:
+  rows = []
+  for s in board.faults:
+    best = board.best(s)
+    costs = [number(board.cost(arm, s)) for arm in (USUAL, best, OURS)]
+    rows.append([s, "yes" if s in mendable else "no", best, *costs])
+  head = ["cost of a fault, nats", "can be mended", "best baseline", USUAL, "best", OURS]
+  return markdown(head, rows)
+
+
+HEALTHY = ["healthy", "runs", "rollbacks", "runs with a lower rate", "steps left out", "stops",
+           "looks with a finding", "over clip, worst domain"]  # fmt: skip
+
+
+def _healthy(board: Board, arm: str) -> list[str]:
+  runs = board.runs(arm, board.healthy)
+  most = max(runs, key=lambda run: np.nan_to_num(board.hurt(run), nan=-1e9), default=None)
+  where = f"{number(board.hurt(most))} ({most['scenario']})" if most is not None else "-"
+  counts = [len(runs), sum(map(rollbacks, runs)), sum(map(is_cut, runs)),
+            sum(r["left_out"] for r in runs), sum(len(r["stops"]) for r in runs)]  # fmt: skip
+  findings = f"{sum(len(r['findings']) for r in runs)} of {sum(r['looks'] for r in runs)}"
+  return [arm, *map(str, counts), findings, where]
+
+
+def _verdict(found: dict[str, float]) -> str:
+  rows = []
+  for name, most in THRESHOLDS.items():
+    is_share, value = name.endswith("%"), found[name]
+    is_met = value < most if is_share else value <= most
+    word = ("met" if is_met else "missed") if np.isfinite(value) else "no runs"
+    rows.append([name, number(value), f"{'<' if is_share else '<='} {most:g}", word])
+  return markdown([OURS, "figure", "claimed", "verdict"], rows)
 
 
 def markdown(head: list[str], rows: list[list[str]]) -> str:
   """A table."""
-  widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-  line = lambda row: "| " + " | ".join(f"{x:<{w}}" for x, w in zip(row, widths, strict=True)) + " |"
-  return "\n".join([line(head), "|" + "|".join("-" * (w + 2) for w in widths) + "|",
-                    *map(line, rows)])  # fmt: skip
+  lines = [head, ["---"] * len(head), *rows]
+  return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def number(x: float, digits: int = 2) -> str:
+def number(x: float) -> str:
   """A figure; "-" of NaN."""
-  return f"{x:.{digits}f}" if np.isfinite(x) else "-"
-
-
-def _with_interval(board: Board, by_seed: np.ndarray) -> str:
-  low, high = board.interval(by_seed)
-  middle = number(mean(by_seed))
-  return middle if middle == "-" else f"{middle} [{number(low)}, {number(high)}]"
-
-
-def _recovered(board: Board, arm: str, scenario: str) -> str:
-  return _with_interval(board, board.recovered(arm, scenario)[None])
-
-
-def _overall(board: Board, arm: str) -> str:
-  return _with_interval(board, board.all_recovered(arm))
-
-
-def _excess(board: Board, arm: str, scenario: str) -> str:
-  excess = board.excess(arm, scenario)
-  return f"{number(mean(excess[None]), 3)} / {number(-_least(-excess), 3)}"
-
-
-def _delay(board: Board, arm: str, scenario: str) -> str:
-  ran = np.isfinite(board.values("acted", arm, scenario))
-  delays = board.values("delay", arm, scenario)[ran]
-  if not ran.any():
-    return "-"
-  silent = int(np.isnan(delays).sum())
-  median = "-" if silent == delays.size else f"{np.nanmedian(delays):.0f}"
-  return f"{median} ({silent})"
-
-
-def _diagnosis(board: Board, arm: str, scenario: str) -> str:
-  right = board.diagnosed(arm, scenario)
-  return f"{np.nansum(right):.0f} / {np.isfinite(right).sum()}"
-
-
-def _false(board: Board, arm: str, scenario: str) -> str:
-  steps = board.values("steps", arm, scenario)
-  rate = lambda name: float(_mean(1000.0 * board.values(name, arm, scenario) / steps))
-  return f"{number(rate('acted'), 1)} / {number(rate('skipped'), 1)}"
-
-
-def verdict(arm: str, found: Mapping[str, float], thresholds: Mapping[str, Threshold]) -> str:
-  """The table of what an arm reached of what is claimed of it."""
-  rows = []
-  for name, value in found.items():
-    wanted = thresholds[name]
-    reaches = lambda x, up=wanted.more_is_better, v=value: v >= x if up else v <= x
-    word = "missed"
-    if not np.isfinite(value):
-      word = "no runs"
-    elif reaches(wanted.goal):
-      word = "goal"
-    elif wanted.must is not None and reaches(wanted.must):
-      word = "must"
-    must = "-" if wanted.must is None else f"{wanted.must:g}"
-    rows.append([name, number(value, 4), must, f"{wanted.goal:g}", word])
-  return markdown([arm, "figure", "must", "goal", "reached"], rows)
+  return f"{x:.3f}" if np.isfinite(x) else "-"
