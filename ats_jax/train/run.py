@@ -98,7 +98,6 @@ class Run:
   supervisor: "Supervisor | NoSupervisor" = dataclasses.field(default_factory=NoSupervisor)
   scores: dict[str, float] | None = None
   _key: Key | None = None  # of the newest step
-  _batch: Batch | None = None
 
   @property
   def cfg(self) -> Config:
@@ -121,8 +120,7 @@ class Run:
   def next_batch(self) -> Batch:
     """Return the next training batch, on the mesh. The wait for it is counted."""
     with self.timed("data_wait"):
-      self._batch = next(self.batches)
-    return self._batch
+      return next(self.batches)
 
   def finish_update(self, step: int, state: TrainState, metrics: StepMetrics) -> None:
     """Take over the state after update `step`, or the one that a watcher puts in its place."""
@@ -132,16 +130,16 @@ class Run:
     for watcher in self.watchers:
       self.state = watcher.after(step, self.state, metrics)
 
-  def last_update(self) -> tuple[Callable, Batch]:
-    """Return a train step by the last update's rules, for rows of any length, and its batch."""
-    assert self._key is not None and self._batch is not None, "an update was made"
+  def last_step(self) -> Callable:
+    """Return a train step by the last update's rules, for rows of any length."""
+    assert self._key is not None, "an update was made"
     last = self._key
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
       key = last._replace(seq_len=batch["tokens"].shape[-1])
       return self.steps.find(self.program, key)(state, batch)
 
-    return train_step, self._batch
+    return train_step
 
   def evaluate(self) -> None:
     """Score the weights on every evaluation set, if there is one."""

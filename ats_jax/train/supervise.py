@@ -47,6 +47,5 @@ class SupervisedLoop:
     """Functions that make the updates after `saved`, or the next ones, on their batches."""
     run = self.run
     position = (saved or run.position())[POSITION]
-    train_step, _ = run.last_update()
     batches = lambda: training_batches(run.cfg, run.train_set, position)
-    return NextUpdates(run.goodput.marking(train_step), batches)
+    return NextUpdates(run.goodput.marking(run.last_step()), batches)

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import dataclasses
 import functools
 import hashlib
 import time
@@ -15,7 +14,7 @@ import numpy as np
 from ats_jax.data.batch import POSITION, Batch
 from ats_jax.model.param import params_of, trainable
 from ats_jax.orchestrator.supervisor import Supervisor
-from ats_jax.orchestrator.trials.paired import NextUpdates, Update
+from ats_jax.orchestrator.trials.compare import NextUpdates
 from ats_jax.orchestrator.trials.snapshots import Snapshot
 from ats_jax.sharding.mesh import to_global
 from ats_jax.step.state import StepMetrics, TrainState
@@ -38,7 +37,7 @@ REFLEX = {"reflex/skipped": 0.0, "reflex/wrong": 0.0, "reflex/miscounted": 0.0,
 class Loop:
   """The loop of a run, as far as a supervisor may ask for something (`orchestrator.ports.Loop`).
 
-  `made` counts updates that were made for a supervisor, again or ahead: each costs the run one.
+  `made` counts updates that were made for a supervisor's comparisons.
   """
 
   def __init__(self, bench: Bench, how: How, scenario: str, seed: int):
@@ -47,13 +46,12 @@ class Loop:
     other = functools.partial(bench.other_rows, seed)
     self.draw = self.scenario.draw(scenario, seed, bench.cfg.num_steps, bench.vocab_size, other)
     self.made, self.rate, self._next = 0, 1.0, 0
-    self._old, self._params, self._last = None, list[Any](), None
-    self._trained: tuple[int, ...] = ()
+    self._old, self._params = None, list[Any]()
 
   def begin(self, state: TrainState, other: "Loop | None" = None) -> None:
     """Begin a run, or go on where that of a clean one of the same seed was."""
     if other is not None:
-      self.made, self._next, self._trained = other.made, other._next, other._trained
+      self.made, self._next = other.made, other._next
     params: Any = trainable(state.model)
     self._params, self._old = params_of(params), copied(params)
 
@@ -66,9 +64,7 @@ class Loop:
     if step == self.draw.onset and self.scenario.computes is not None:
       self._old = copied(trainable(state.model))
     self._next = step + 1
-    self._trained += (step,)
-    self._last = now, to_global(now.rows, jax.sharding.get_mesh())
-    return self._step(step, *self._last, state)
+    return self._step(step, now, to_global(now.rows, jax.sharding.get_mesh()), state)
 
   def _step(self, at: int, now: Injection, batch: Batch, state: TrainState) -> Made:
     computes = self.scenario.computes
@@ -82,42 +78,25 @@ class Loop:
     """The next step (0-based), as a checkpoint would keep the position in the data."""
     return {POSITION: {"row": self._next * self._bench.cfg.data.batch_size}}
 
-  def again(self) -> Update:
-    """What makes the last update once more."""
-    assert self._last is not None, "no update was made"
-    return functools.partial(self._more, *self._last)
-
   def ahead(self, saved: Mapping[str, Any] | None = None) -> NextUpdates:
     """The updates that come next, or again those that were made after the `saved` position.
 
     Rows go by the position in the data, rates by the state's count of steps, as in production; what
     is computed wrongly goes by the time at which it is computed.
     """
-    if saved is None:
-      left = range(self._next, self._bench.cfg.num_steps)
-      return NextUpdates(self._step_ahead, functools.partial(self._batches, left))
-    first = saved[POSITION]["row"] // self._bench.cfg.data.batch_size
-    steps = [step for step in self._trained if step >= first]
-    numbers = iter(steps)
+    size, end = self._bench.cfg.data.batch_size, self._bench.cfg.num_steps
+    steps = range((saved or self.position())[POSITION]["row"] // size, end)
+    return NextUpdates(self._again, functools.partial(self._batches, steps))
 
-    def train_step(state: TrainState, batch: Batch) -> Made:
-      # Over steps that were paid for others, whose batches are gone.
-      return self._step_ahead(at_step(state, next(numbers)), batch)
-
-    return NextUpdates(train_step, functools.partial(self._batches, steps))
-
-  def _step_ahead(self, state: TrainState, batch: Batch) -> Made:
+  def _again(self, state: TrainState, batch: Batch) -> Made:
+    self.made += 1
     step = min(max(int(state.step), 0), self._bench.cfg.num_steps - 1)
-    return self._more(self.injection(step), batch, state)
+    return self._step(self._next, self.injection(step), batch, state)
 
   @contextlib.contextmanager
   def _batches(self, steps: Iterable[int]) -> Iterator[Iterator[Batch]]:
     mesh = jax.sharding.get_mesh()
     yield (to_global(self.injection(step).rows, mesh) for step in steps)
-
-  def _more(self, now: Injection, batch: Batch, state: TrainState) -> Made:
-    self.made += 1
-    return self._step(self._next, now, batch, state)
 
 
 class Checkpoint(NamedTuple):
@@ -126,7 +105,6 @@ class Checkpoint(NamedTuple):
   state: Snapshot
   kept: Any  # what its keeper saved
   log: Log
-  charged: int  # updates made for its supervisor that it has paid for
   loop: Loop  # as it was there
 
 
@@ -138,7 +116,7 @@ class Course:
   ):
     self._bench, self._arm = bench, find(arm)
     self.loop = Loop(bench, self._arm.how, scenario, seed)
-    self.log, self.step, self._charged = Log([], [], [], [], []), 0, 0
+    self.log, self.step = Log([], [], [], [], []), 0
     self.names, self.is_over = (), False
     self.keeper = keeper(self.log)
     if begin is None:
@@ -146,7 +124,7 @@ class Course:
       self.loop.begin(self.state)
       self.checkpoint = self._checkpoint(None)
     else:
-      self.log, self.step, self._charged = begin.log.fork(), begin.state.step, begin.charged
+      self.log, self.step = begin.log.fork(), begin.state.step
       self.state, self.checkpoint = begin.state.resume(), begin
       self.loop.begin(self.state, begin.loop)
     self._watch()
@@ -163,16 +141,12 @@ class Course:
 
   def _checkpoint(self, kept: Any) -> Checkpoint:
     state = Snapshot.take(self.step, self.state)
-    return Checkpoint(state, kept, self.log.fork(), self._charged, copy.copy(self.loop))
+    return Checkpoint(state, kept, self.log.fork(), copy.copy(self.loop))
 
   def advance(self, end: int) -> None:
     """Train up to `end` steps, or until the run is over."""
     while self.step < end and not self.is_over:
-      if self._charged < self.loop.made:  # a step that was made twice counts twice
-        self.state = dataclasses.replace(self.state, step=self.state.step + 1)
-        self._charged, self.step = self._charged + 1, self.step + 1
-      else:
-        self._train()
+      self._train()
       if self.step % PAUSE == 0 and not self.is_over:
         self.checkpoint = self._checkpoint(self.keeper.saved())
 
