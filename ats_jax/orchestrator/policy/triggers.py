@@ -20,7 +20,6 @@ from ats_jax.orchestrator.constants import (
   HOOK_GAIN,
   LADDER_LOOKS,
   LEAST_GAIN,
-  LEAST_MARGIN,
   LEAST_SCALE,
   RAISE,
   RAISE_GAIN,
@@ -61,7 +60,7 @@ def worse(
   usual = {name: policy.best[name] + margins[name] for name in domains}
   slower = _slower(policy, reading)
   arm = lambda cause, *actions: Arm(actions, cause, LEAST_GAIN, 0.0, remembers=True)
-  arms = [Arm((Repeat(),), "machine", -LEAST_MARGIN, None)]
+  arms = [Arm((Repeat(),), "machine", 0.0, None)]
   if not any(look > policy.looks - LADDER_LOOKS for look in policy.ladder):
     arms.append(arm("state or batches", Rollback()))
   if slower is not None:
