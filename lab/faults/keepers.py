@@ -90,7 +90,7 @@ class _Host(_Keeper):
       log.actions.append((step, "rollback", self._copies[-1].step))
       return at_step(self._copies[-1].resume(), step)
     if what == "rate":
-      log.actions += [(step, "rate", amount)] if amount != self.rate else []
+      log.actions.extend([(step, "rate", amount)] if amount != self.rate else [])
       self.rate = amount
     elif what != "continue":
       raise ValueError(f"{type(self._guard).__name__}.decide() returned {decision!r}.")

@@ -92,7 +92,7 @@ def figures(board: Board, mendable: Sequence[str], arm: str = OURS) -> dict[str,
   pairs = [(r, board.usual(r)) for r in healthy if not r["fired"]]
   unequal = [r["weights"] != usual["weights"] for r, usual in pairs if usual]
   can = [s for s in mendable if np.isfinite(board.cost(arm, s))]
-  of_class = lambda arm: mean(board.cost(arm, s) for s in can)
+  of_class = lambda arm: float(np.mean([board.cost(arm, s) for s in can] or [np.nan]))  # all or NaN
   gap = lambda other, s: board.cost(arm, s) - board.cost(other, s)
   found = (
     sum(rollbacks(r) > 0 and board.hurt(r) >= HURTS for r in healthy) if healthy else np.nan,

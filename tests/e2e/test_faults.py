@@ -1,6 +1,8 @@
 """`python -m lab.faults`: the smoke suite with the production step and supervisor."""
 
+import functools
 import os
+import site
 
 import pytest
 from commands import forked
@@ -14,8 +16,8 @@ pytestmark = pytest.mark.slow
 HEALTHY = [name for name in SMOKE if SCENARIOS[name].kind == "healthy"]
 
 
-def faults(*flags, **env):
-  result = forked("lab.faults", *flags, XLA_FLAGS=FAST_STEPS, **env)
+def faults(*flags, prepare=None, **env):
+  result = forked("lab.faults", *flags, prepare=prepare, XLA_FLAGS=FAST_STEPS, **env)
   assert result.code == 0, result.err
   return result.out
 
@@ -68,7 +70,7 @@ def test_it_goes_on_where_it_was_killed(smoke, runs, tmp_path):
     assert timeless(record) == timeless(runs[key])
 
 
-def test_a_guard_of_somebody_else_over_two_processes(runs, tmp_path):
+def test_a_guard_of_somebody_else_over_two_processes(tmp_path):
   (tmp_path / "my_guards.py").write_text(
     "class Idle:\n"
     "  def observe(self, step, metrics, probe):\n"
@@ -79,7 +81,8 @@ def test_a_guard_of_somebody_else_over_two_processes(runs, tmp_path):
   path = tmp_path / "faults.jsonl"
   env = {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
   flags = ["--arms=clip", "--guard=my_guards:Idle", "--faults=clean", "--processes=2"]
-  text = faults("run", *flags, f"--results={path}", **env)
+  prepare = functools.partial(site.addsitedir, str(tmp_path))  # that process has begun long ago
+  text = faults("run", *flags, f"--results={path}", prepare=prepare, **env)
   assert "my_guards:Idle" in text
   weights = {record["weights"] for record in Results(path).records.values()}
   assert len(Results(path).records) == 2 and len(weights) == 1
