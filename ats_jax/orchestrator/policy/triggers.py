@@ -60,7 +60,7 @@ def worse(
   usual = {name: policy.best[name] + margins[name] for name in domains}
   slower = _slower(policy, reading)
   arm = lambda cause, *actions: Arm(actions, cause, LEAST_GAIN, 0.0, remembers=True)
-  arms = [arm("machine", Repeat())]
+  arms = [arm("machine", Repeat())._replace(mends=True)]
   if not any(look > policy.looks - LADDER_LOOKS for look in policy.ladder):
     arms.append(arm("state or batches", Rollback()))
   if slower is not None:

@@ -26,6 +26,7 @@ class Arm(NamedTuple):
     sigmas: standard errors by which its losses on the batches that came must be better; None =
       they do not count.
     remembers: whether its loss on batches of before must be better too.
+    mends: whether it must end where nothing is wrong any more.
   """
 
   actions: tuple[Action, ...]
@@ -33,6 +34,7 @@ class Arm(NamedTuple):
   least: float
   sigmas: float | None = 0.0
   remembers: bool = False
+  mends: bool = False
 
   def to_json(self) -> dict[str, Any]:
     """Return the fields as JSON values."""
@@ -111,7 +113,7 @@ def is_mended(proposal: Proposal, score: Score) -> bool:
 
 def is_better(proposal: Proposal, arm: Arm, score: Score, best: Score) -> bool:
   """Whether an arm is better than the best one before it, on every text that counts for it."""
-  if not score.finite:
+  if not score.finite or (arm.mends and not is_mended(proposal, score)):
     return False
   if not best.finite:
     return True

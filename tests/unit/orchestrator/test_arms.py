@@ -49,6 +49,13 @@ def test_the_best_wins_and_of_equals_the_least_invasive():
   assert winner(arms, waiting, []) is None
 
 
+def test_a_repair_must_mend():
+  repair = BACK._replace(mends=True)
+  waiting, better = score(3.0, 2.5, 2.5), score(2.5, 2.4, 2.4)
+  for level, wins in ((2.4, None), (2.5, 0)):
+    assert winner(proposed(repair, mended={"": level}), waiting, [better]) == wins
+
+
 def test_only_the_domains_that_got_worse_count():
   waiting = score(3.0, 2.5, 2.5, code=2.0, prose=4.0)
   better = score(3.1, 2.4, 2.4, code=2.5, prose=3.0)
