@@ -362,7 +362,14 @@ class Supervisor(Watcher):
     if self.wants_restart:
       return None
     ready = self._requests.ready(self.policy, state, step, pause=pause)
-    if ready is None or not ready.refusal:
+    if ready is None:
+      return None
+    if ready.request.cause == "branch" and not self._terms.may_compare(self.policy):
+      ready = ready._replace(
+        refusal=f"{ready.request.action} is to be compared, for which there is no memory or no time "
+        "left (orchestrator.snapshot_gb, orchestrator.compare_share)"
+      )
+    if not ready.refusal:
       return ready
     del self._requests.waiting[ready.place]
     self._teller.refused(step, ready)

@@ -90,6 +90,10 @@ class Terms(NamedTuple):
     peak = cfg.optimizer.learning_rate
     return cls(cfg.orchestrator, cfg.num_steps, warmup_steps(cfg), peak, capacity)
 
+  def may_compare(self, policy: PolicyState) -> bool:
+    """Whether comparisons have their share of the run's updates left."""
+    return self.compares and policy.made_again < self.cfg.compare_share * self.num_steps
+
 
 class Interval(NamedTuple):
   """Steps that were looked at.
@@ -313,13 +317,13 @@ def _allowed(
   """Whether there is time for a comparison; one at a time, and within its share of the run."""
   if proposal is None or policy.rests_from(proposal.trigger):
     return policy, None
-  spent = policy.made_again >= terms.cfg.compare_share * terms.num_steps
-  if terms.compares and not spent:
+  if terms.may_compare(policy):
     until = policy.looks + SPAN_LOOKS + 1  # then it has ended, or was given up
     return policy._replace(rests={**policy.rests, ANY: (0, until)}), proposal
-  # Nobody looks into it: it was said, and what is now is what later losses are compared with.
   policy = _rest(policy, proposal.trigger)
-  return policy._replace(best={**policy.best, **reading.held}), None
+  if proposal.trigger == triggers.HELD_OUT:  # it was said, and later losses are compared with now
+    policy = policy._replace(best={**policy.best, **reading.held})
+  return policy, None
 
 
 def _rest(policy: PolicyState, trigger: str) -> PolicyState:

@@ -202,6 +202,17 @@ def test_what_can_never_be_tried_is_an_error(mode, action, why):
     Requests(cfg).add(Request(action, "branch"), step=0)
 
 
+@pytest.mark.thorough
+def test_what_there_is_no_time_to_try_is_refused(program, asked, tmp_path):
+  asked |= {EVERY * 4: hooks.Try(SetWeightDecay(0.5))}
+  orchestrator = dataclasses.replace(CFG.orchestrator, compare_share=0.0)
+  cfg = dataclasses.replace(CFG, orchestrator=orchestrator)
+  run = Run(dataclasses.replace(program, cfg=cfg), tmp_path / "decisions.jsonl", cfg=CFG)
+  run(EVERY * 8).end()
+  (row,) = run.lines("refused")
+  assert "orchestrator.compare_share" in row["reason"] and not run.supervisor._requests.waiting
+
+
 # ---- rules that change
 
 RULES = canonical.SUPERVISED | {
