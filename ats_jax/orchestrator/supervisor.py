@@ -366,8 +366,8 @@ class Supervisor(Watcher):
       return None
     if ready.request.cause == "branch" and not self._terms.may_compare(self.policy):
       ready = ready._replace(
-        refusal=f"{ready.request.action} is to be compared, for which there is no memory or no time "
-        "left (orchestrator.snapshot_gb, orchestrator.compare_share)"
+        refusal=f"{ready.request.action} is to be compared, and there is no memory or time left "
+        "for that (orchestrator.snapshot_gb, orchestrator.compare_share)"
       )
     if not ready.refusal:
       return ready
