@@ -157,7 +157,9 @@ def _decide_comparison(
   assert score is not None, "it was made"
   rests.pop(proposal.trigger, None)
   losses = [f"{x.loss(proposal.domains):.4g}" for x in (seen.waiting, score)]
-  reason = f"{proposal.reason}; held-out loss {losses[1]} in place of {losses[0]}"
+  reason = f"{proposal.reason}; it ends at {losses[1]} in place of {losses[0]}"
+  if arm.cause == "machine":
+    reason = f"the same steps led elsewhere, so a device computed wrongly once; {reason}"
   policy = policy._replace(rests=rests, acted_step=step)
   wanted = [(action, arm.cause, reason) for action in arm.actions]
   policy, decisions = _act(policy, wanted, step, applied=True)

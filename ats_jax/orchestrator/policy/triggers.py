@@ -66,8 +66,8 @@ def worse(
   if slower is not None:
     arms.append(arm("learning rate", slower))
     arms.append(arm("learning rate", Rollback(), slower))
-  losses = ", ".join(f"{name or 'all'} {excess[name]:+.3g}" for name in domains)
-  reason = f"held-out loss from its best, by domain: {losses} nats"
+  losses = ", ".join(f"{name} {excess[name]:+.3g} nats".strip() for name in domains)
+  reason = f"held-out loss above its best: {losses}"
   return Proposal(HELD_OUT, reason, tuple(arms), domains, usual)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from ats_jax.orchestrator.record import ledger
 from ats_jax.orchestrator.record.influence import recurring_batches, tell_bounded
 from ats_jax.orchestrator.signals.health import LEVELS
+from ats_jax.orchestrator.trials.arms import winner
 from ats_jax.store.paths import Path
 
 
@@ -79,16 +80,18 @@ def _because(row: Mapping[str, Any]) -> str:
 
 def _comparison(row: Mapping[str, Any]) -> str:
   """Where each arm ended, in held-out loss."""
-  seen = ledger.compared(row)
-  domains = seen.proposal.domains
-  ends = [f"going on {seen.waiting.loss(domains):.4g}"]
-  for arm, score in zip(seen.proposal.arms, seen.scores, strict=False):
-    where = "is the same" if score is None else f"{score.loss(domains):.4g}"
-    ends.append(f"{' and '.join(action.narrate({}) for action in arm.actions)}: {where}")
-  if not seen.scores:
-    ends.append("which mended itself")
-  since = f"since step {row['first']:,}, because of the {seen.proposal.trigger}"
-  return f"compares {since} ({seen.proposal.reason}). Held-out loss: {'; '.join(ends)}"
+  proposal, waiting, scores, made = ledger.compared(row)
+  where = lambda score: (
+    "the same as going on" if score is None else f"{score.loss(proposal.domains):.4g}"
+  )
+  names = [" and ".join(action.narrate({}) for action in arm.actions) for arm in proposal.arms]
+  ends = [f"{name}: {where(score)}" for name, score in zip(names, scores, strict=False)]
+  won = winner(proposal, waiting, scores)
+  best = "going on" if won is None else f"what {names[won]}"
+  return (
+    f"compared since step {row['first']:,}, as {proposal.reason}: going on: {where(waiting)}; "
+    f"{'; '.join([*ends, f'{made} more steps'])}. Best: {best}"
+  )
 
 
 def _summary(levels: Counter[str], carried_out: Counter[bool], look: str) -> list[str]:

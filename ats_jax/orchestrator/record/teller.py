@@ -101,8 +101,8 @@ class Teller:
   def opened(self, step: int, proposal: Proposal) -> None:
     """A comparison begins."""
     logging.warning(
-      "orchestrator: step %d: %s: %s; compares %s with going on", step, proposal.trigger,
-      proposal.reason, ", ".join(" and ".join(map(str, arm.actions)) for arm in proposal.arms),
+      "orchestrator: step %d: %s; compares %s with going on", step, proposal.reason,
+      ", ".join(" and ".join(map(str, arm.actions)) for arm in proposal.arms),
     )  # fmt: skip
 
   def given_up(self, step: int, first: int, reason: str) -> None:

@@ -78,7 +78,8 @@ def test_what_a_machine_computed_wrongly_is_made_again(program, clean, tmp_path)
   assert replays(run)
   story = "\n".join(tell(path))
   assert f"makes the steps from {row['to']} on again because of the machine" in story
-  assert f"compares since step {compared['first']}" in story and "going on 2." in story
+  assert f"compared since step {compared['first']}" in story and "going on: 2." in story
+  assert "so a device computed wrongly once" in story
 
 
 @pytest.mark.thorough

@@ -166,7 +166,7 @@ def test_the_winner_is_what_was_done(looks):
   proposal = looks(**WORSE).proposal
   judgement = looks.compared(ended(proposal, None, 2.2))
   assert [(d.action, d.cause) for d in judgement.decisions] == [(Rollback(), "state or batches")]
-  assert "held-out loss 2.2 in place of 3" in judgement.decisions[0].reason
+  assert "it ends at 2.2 in place of 3" in judgement.decisions[0].reason
   assert looks.policy.made_again == 40 and looks(**WORSE).stale  # a look of the losing arm
   looks(2)
   # The second time within a few looks, going back alone has not helped.
