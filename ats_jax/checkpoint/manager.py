@@ -75,6 +75,7 @@ class CheckpointManager:
       self._unfinished, processes = self._unfinished / str(jax.process_index()), parted.alone()
     self._local = LocalSnapshots(cfg, run, mesh) if run and cfg.local_dir else None
     self._attempts = 0
+    self._uncommitted: list[Path] = []  # folders of saves that failed since the last one
     self._held: paths.HeldFolder | None = None  # of process 0, which makes and renames folders
     self._pending: tuple[int, concurrent.futures.Future] | None = None
     self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -319,6 +320,7 @@ class CheckpointManager:
 
   def _commit(self, step: int, folder: Path, fields: dict[str, Any]) -> None:
     """Wait for Orbax, then make `folder` the checkpoint `step`. Runs in the background."""
+    self._uncommitted += [folder] if self._writes else []
     try:
       self._orbax.wait_until_finished()  # ends with a barrier: all processes have written
       target = self.directory / str(step)
@@ -330,6 +332,9 @@ class CheckpointManager:
         paths.commit_folder(folder, target, MANIFEST)
       if jax.process_index() == 0:
         self._delete_old()
+      # Writers of a save that failed may have put something back since its folder was removed.
+      while self._uncommitted:
+        shutil.rmtree(self._uncommitted.pop(), ignore_errors=True)
     finally:
       if self._writes:
         shutil.rmtree(folder, ignore_errors=True)
