@@ -34,7 +34,13 @@ from ats_jax.orchestrator.record.ledger import check_agreement
 from ats_jax.orchestrator.record.teller import Teller, Write
 from ats_jax.orchestrator.signals.counts import Schedule, wrong_counts, wrong_position
 from ats_jax.orchestrator.signals.experts import OpenExperts
-from ats_jax.orchestrator.signals.health import COMPARED, REMEMBERED_LOOKS, far_probe, health_of
+from ats_jax.orchestrator.signals.health import (
+  COMPARED,
+  REMEMBERED_LOOKS,
+  far_probe,
+  health_of,
+  risen,
+)
 from ats_jax.orchestrator.signals.interval import (
   Fault,
   Pending,
@@ -317,7 +323,7 @@ class Supervisor(Watcher):
     check_agreement(self.policy, reading._asdict(), judgement, self._requests.to_json())
     self._laps = [*self._laps, interval.host][-REMEMBERED_LOOKS:]
     self._readings += held is not None
-    further = far_probe(reading) if self._readings in COMPARED else ()
+    further = [*(far_probe(reading) if self._readings in COMPARED else ()), *risen(judgement.above)]
     health = health_of(reading.means, reading.nonfinite, judgement.finding, self._laps, further)
     self._teller.note(
       "check", step, reading=reading._asdict(), stale=judgement.stale, health=health._asdict(),

@@ -177,7 +177,7 @@ def _decide_interval(
     # Other rules of the model, such as another capacity or 8 bits, make losses that cannot be
     # compared. A fault in that interval still shows in everything else.
     policy = policy._replace(best={}, history={}, rules=reading.rules)
-  policy = _follow_rate(policy, reading)
+  policy = _settle(policy, reading)
   margins = {name: _margin(policy.history.get(name, ())) for name in reading.held}
   excess = {name: loss - policy.best.get(name, loss) for name, loss in _domains(reading).items()}
   is_worse = not reading.sound or any(excess[name] > margins[name] for name in excess)
@@ -186,10 +186,10 @@ def _decide_interval(
   if finding is not None:
     remedies = _remedies(policy, reading, finding, step, is_worse=is_worse)
     wanted = [(action, finding.cause, finding.reason) for action in remedies]
-  elif is_worse:
+  elif is_worse and not policy.streak("settling"):
     proposal = triggers.worse(policy, reading, excess, margins)
     finding = _suspicion(policy, proposal)
-  elif not policy.rests_from(ANY):
+  elif not is_worse and not policy.rests_from(ANY):
     wanted = _recover(policy)
     if not wanted and request is not None and request.cause != "branch":
       wanted = [(request.action, request.cause, request.reason)]
@@ -199,7 +199,8 @@ def _decide_interval(
   policy, decisions = _act(policy, wanted, step, applied=terms.cfg.mode == "act")
   good = reading.sound and not is_worse and not (finding is not None and finding.certain)
   asks = triggers.more_room(policy, terms.capacity)
-  return policy, Judgement(False, good, finding, decisions, proposal, asks)
+  above = max((excess[name] for name in excess if excess[name] > margins[name]), default=0.0)
+  return policy, Judgement(False, good, finding, decisions, proposal, asks, above)
 
 
 def _domains(reading: Reading) -> dict[str, float]:
@@ -216,14 +217,17 @@ def _margin(history: tuple[float, ...]) -> float:
   return max(LEAST_MARGIN, MARGIN_BENDS * float(np.median(bends)))
 
 
-def _follow_rate(policy: PolicyState, reading: Reading) -> PolicyState:
-  """A declared rise of the learning rate may cost some loss: the reference follows for a while."""
-  left = max(policy.streak("settling") - 1, 0)
+def _settle(policy: PolicyState, reading: Reading) -> PolicyState:
+  """A declared rise of the learning rate may cost some loss: nothing is compared for a while.
+
+  Then the reference is taken anew.
+  """
+  before, best = policy.streak("settling"), policy.best
+  left = max(before - 1, 0)
   if not reading.held_steps and reading.applied > RISEN_RATE * policy.best_rate:
     left = SETTLING_LOOKS
     policy = policy._replace(best_rate=reading.applied)
-  best = policy.best
-  if left and reading.sound and not _doubts(reading):
+  if before and not left and reading.sound and not _doubts(reading):
     best = {**best, **reading.held}
   return policy._replace(best=best, streaks={**policy.streaks, "settling": left})
 
@@ -323,7 +327,8 @@ def _allowed(
     until = policy.looks + SPAN_LOOKS + 1  # then it has ended, or was given up
     return policy._replace(rests={**policy.rests, ANY: (0, until)}), proposal
   policy = _rest(policy, proposal.trigger)
-  if proposal.trigger == triggers.HELD_OUT:  # it was said, and later losses are compared with now
+  if proposal.trigger == triggers.HELD_OUT and terms.cfg.mode == "act":
+    # It was said. Snapshots of what is now are better than none.
     policy = policy._replace(best={**policy.best, **reading.held})
   return policy, None
 

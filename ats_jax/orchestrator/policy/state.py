@@ -75,6 +75,7 @@ class Judgement(NamedTuple):
     decisions: in the order to be applied; after a comparison, what its winner has done already.
     proposal: what is to be compared from here on.
     asks: an action to be queued as a request.
+    above: nats by which the held-out loss of a domain is above its reference, beyond noise.
   """
 
   stale: bool = False
@@ -83,6 +84,7 @@ class Judgement(NamedTuple):
   decisions: tuple[Decision, ...] = ()
   proposal: Proposal | None = None
   asks: Request | None = None
+  above: float = 0.0
 
 
 class PolicyState(NamedTuple):

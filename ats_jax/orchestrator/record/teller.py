@@ -69,7 +69,7 @@ class Teller:
     """What the metrics have of a look."""
     if self._write is None:
       return
-    names = {name: f"orchestrator/probe_loss{name and f'/{name}'}" for name in reading.held}
+    names = {name: f"orchestrator/{name and f'{name}/'}probe_loss" for name in reading.held}
     seen = {names[name]: loss for name, loss in reading.held.items()}
     self._write(step, {
       "orchestrator/health": LEVELS.index(health.level),

@@ -145,6 +145,12 @@ def far_probe(reading: Reading) -> list[Cause]:
   return [Cause("held-out text", 1, says)]
 
 
+def risen(above: float) -> list[Cause]:
+  """Whether held-out text is predicted worse than it was, beyond noise; `above` in nats."""
+  says = f"the held-out loss is {above:.3g} nats above its best"
+  return [Cause("held-out loss", 1, says)] if above else []
+
+
 def _causes_beyond(limit: Limit, level: int, value: float) -> list[Cause]:
   says = f"{limit.metric} is {value:.3g}: {limit.says}"
   return [Cause(limit.metric, level, says)] if level else []

@@ -142,7 +142,8 @@ def on_the_page():
 def test_every_metric_that_is_written_is_on_the_page(run):
   rows = read_jsonl(run / "metrics.jsonl")
   written = {name for row in rows for name in row}
-  named = {name.replace("code/", "").replace("layer_00", "layer_NN") for name in written} - FIELDS
+  general = lambda name: re.sub("(code|main)/", "", name).replace("layer_00", "layer_NN")
+  named = set(map(general, written)) - FIELDS
   assert any(name.startswith("eval/code/") for name in written)
   assert named - on_the_page().keys() == set()
   assert on_the_page().keys() - named == NOT_ON_A_CPU | NOT_ALONE

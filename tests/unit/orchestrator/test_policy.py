@@ -232,8 +232,9 @@ def test_losses_of_the_probe_by_other_rules_are_not_compared():
 @pytest.mark.parametrize("terms", [{"cfg": OrchestratorConfig(mode="observe")}, {"num_steps": 0}])
 def test_where_nothing_can_be_compared_it_is_said_once(terms):
   looks = looks_of(**terms)
-  assert looks(**WORSE).finding is not None
-  assert all(looks(**WORSE).finding is None for _ in range(5))
+  judgement = looks(**WORSE)
+  assert judgement.finding is not None and judgement.above == 0.5
+  assert all(looks(**WORSE).finding is None for _ in range(REST_LOOKS - 1))
   assert not looks.proposals and not looks.actions
 
 
