@@ -90,6 +90,17 @@ def mesh():
 
 
 @pytest.fixture
+def asked():
+  """What a hook asks for in this test, by the step of the look."""
+  from ats_jax.orchestrator import hooks
+
+  wanted = {}
+  hook = hooks.register(lambda look: wanted.get(look.step))
+  yield wanted
+  hooks.unregister(hook)
+
+
+@pytest.fixture
 def bucket():
   """An empty object store behind gs://."""
   with bucket_module.installed() as store:

@@ -351,7 +351,7 @@ class Supervisor(Watcher):
     since, self._looked_step = self._looked_step, step
     for asked in hooks.call(hooks.Look(step, since, reading, health, judgement)):
       is_try = isinstance(asked, hooks.Try)
-      self._requests.add(Request(asked.action, "branch") if is_try else Request(asked), step)
+      self._requests.add(Request(asked.action, "comparison") if is_try else Request(asked), step)
     return state
 
   def _faults(self, interval: Pending, rows: np.ndarray) -> tuple[Fault, ...]:
@@ -370,7 +370,7 @@ class Supervisor(Watcher):
     ready = self._requests.ready(self.policy, state, step, pause=pause)
     if ready is None:
       return None
-    if ready.request.cause == "branch" and not self._terms.may_compare(self.policy):
+    if ready.request.cause == "comparison" and not self._terms.may_compare(self.policy):
       ready = ready._replace(
         refusal=f"{ready.request.action} is to be compared, and there is no memory or time left "
         "for that (orchestrator.snapshot_gb, orchestrator.compare_share)"
@@ -442,7 +442,7 @@ class Supervisor(Watcher):
     check_agreement(self.policy, compared.waiting._asdict(), judgement)
     if not judgement.decisions:
       return ended.state
-    self._snapshots.reject()
+    self._snapshots.return_to(step if ended.origin is None else ended.origin)
     self._restored_step = self._changed_step = step
     if self._pending is not None:
       self._pending = self._pending._replace(probe=None)  # it was of the arm that lost
@@ -452,8 +452,10 @@ class Supervisor(Watcher):
       self.decisions.append((step, decision))
       came_to = {}
       if decision.action.needs_saved:
-        lost = cost_of_lost_steps(self._program.cfg, step - (ended.origin or 0), self._laps)
-        came_to = {"to": ended.origin, "lost": lost}
+        assert ended.origin is not None, "its arm began with an earlier state"
+        lost = 0 if decision.action.replays else comparison.first - ended.origin
+        cost = cost_of_lost_steps(self._program.cfg, lost, self._laps)
+        came_to = {"to": ended.origin, "lost": cost}
       self._teller.decision(step, decision, came_to, applied=True)
     return ended.state
 
@@ -476,8 +478,8 @@ class Supervisor(Watcher):
       ahead=loop.ahead,
       held=lambda model: probe.losses(probe.score(program, model, rules)),
       seen=seen,
+      catch_up=program.catch_up,
       good=good,
-      older=usable(ring.back(1)),
       first=usable(ring.first),
       unchanged=good is not None and self._changed_step <= good.step,
       exact=program.device.platform == "cpu" or program.cfg.precision.deterministic,
@@ -494,6 +496,6 @@ class Supervisor(Watcher):
 
 def _takes_up(judgement: Judgement, request: Request) -> bool:
   """Whether what a hook asked for is done or compared now, and need not wait any more."""
-  if request.cause == "branch":
+  if request.cause == "comparison":
     return judgement.proposal is not None and judgement.proposal.trigger == HOOK
   return any(decision.action is request.action for decision in judgement.decisions)

@@ -1,5 +1,6 @@
 """Guards on the host: the protocol for other people's, and what others do, as published."""
 
+import abc
 import math
 import pydoc
 from collections import deque
@@ -43,7 +44,7 @@ def load(name: str) -> type[Guard]:
   return found
 
 
-class _Rule:
+class _Rule(abc.ABC):
   """A guard that judges each step, leaves it out if it is not finite, and may go back.
 
   After `PATIENCE` steps in a row that are not finite the state is taken to be broken, and the run
@@ -72,8 +73,9 @@ class _Rule:
     """See `Guard`."""
     return self._decision
 
+  @abc.abstractmethod
   def _judge(self, step: int, loss: float, norm: float) -> Decision:
-    raise NotImplementedError
+    """What follows from a step whose numbers are finite."""
 
   def _may_leave_out(self, wants: bool) -> bool:
     """Whether a step may be left out, which it then is: `LEFT_OUT` in a row, and one is taken."""

@@ -97,7 +97,7 @@ class Action:
   def begins(self) -> str:
     """The state with which its arm of a comparison begins.
 
-    "here", or an earlier one: "good", "older" or "first" (`trials.compare.Means`).
+    "here", or an earlier one: "good" or "first" (`trials.compare.Means`).
     """
     return "here"
 

@@ -50,8 +50,8 @@ class Rollback(Action):
 
   @property
   def begins(self) -> str:
-    """The newest good state, or the one before it."""
-    return "older" if self.back else "good"
+    """The newest good state: to go further back is for what is certain."""
+    return "good"
 
   def find(
     self, host: Host, step: int, state: TrainState

@@ -191,7 +191,7 @@ def _decide_interval(
     finding = _suspicion(policy, proposal)
   elif not is_worse and not policy.rests_from(ANY):
     wanted = _recover(policy)
-    if not wanted and request is not None and request.cause != "branch":
+    if not wanted and request is not None and request.cause != "comparison":
       wanted = [(request.action, request.cause, request.reason)]
     if not wanted:
       policy, proposal = _well(terms, policy, reading, request)

@@ -47,7 +47,7 @@ class Requests:
       ValueError: if this run can never do it.
     """
     action = request.action
-    if request.cause == "branch":
+    if request.cause == "comparison":
       if self._cfg.orchestrator.mode != "act":
         raise ValueError(f"{action} is to be compared, which needs orchestrator.mode=act.")
       if not action.can_be_tried:
@@ -73,7 +73,7 @@ class Requests:
       pause: whether the loop waits anyway, as before a checkpoint.
     """
     for place, request in enumerate(self.waiting):
-      if pause or request.cause == "branch" or not request.action.at_pause:
+      if pause or request.cause == "comparison" or not request.action.at_pause:
         try:
           request.action.check(self._cfg, step)
           action = request.action.fill(Now(self._cfg, step, policy, state))

@@ -7,7 +7,7 @@ from ats_jax.orchestrator.actions.base import Action, from_json
 from ats_jax.orchestrator.trials.arms import Proposal
 
 # Causes of decisions that are to last: a recovery does not take them back.
-LASTING = ("request", "branch", "plateau", "first rate")
+LASTING = ("request", "comparison", "plateau", "first rate")
 ANY = "any"  # of `PolicyState.rests`: while a comparison is open, there is no other
 
 
@@ -16,7 +16,7 @@ class Request(NamedTuple):
 
   Attributes:
     action: the action that is asked for.
-    cause: "request" if it is to be done, "branch" if it is to win a comparison first.
+    cause: "request" if it is to be done, "comparison" if it is to win a comparison first.
     reason: in words.
   """
 

@@ -129,7 +129,7 @@ def dead_expert(policy: PolicyState, reading: Reading) -> Proposal | None:
 
 def asked_for(action: Action) -> Proposal:
   """What a hook wants tried."""
-  return Proposal(HOOK, "a hook asked for it", (Arm((action,), "branch", HOOK_GAIN, None),))
+  return Proposal(HOOK, "a hook asked for it", (Arm((action,), "comparison", HOOK_GAIN, None),))
 
 
 def more_room(policy: PolicyState, capacity: float | None) -> Request | None:

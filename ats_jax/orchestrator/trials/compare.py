@@ -13,6 +13,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
+from absl import logging
 
 from ats_jax.config.schema import Config
 from ats_jax.data.batch import Batch
@@ -49,8 +50,8 @@ class Means:
     ahead: lends updates and batches from a position on.
     held: loss on held-out text: domain -> nats per token, "" is all of it.
     seen: sum of the cross-entropy on a training batch, and number of its tokens.
+    catch_up: makes of an earlier state and its step one to go on from now (`Program.catch_up`).
     good: the newest state that was found good; None = there is none.
-    older: the one before it, or the same.
     first: that of step 0, while it is kept.
     unchanged: whether nothing but steps has changed the state since `good`.
     exact: whether the same steps must lead to the same bits.
@@ -61,8 +62,8 @@ class Means:
   ahead: Callable[[Saved], NextUpdates]
   held: Callable[[Decoder], Mapping[str, float]]
   seen: Callable[[Decoder, Batch], tuple[float, float]]
+  catch_up: Callable[[TrainState, int], TrainState]
   good: Snapshot | None
-  older: Snapshot | None
   first: Snapshot | None
   unchanged: bool
   exact: bool
@@ -160,10 +161,12 @@ class Comparison:
     if origin is not self._here and not is_check:
       control, rate = self._here.some(lambda s: (s.control, s.reflex.rate))
       state = as_of(state, origin.step if replays else self.first, control, rate)
+      state = state if replays else means.catch_up(state, origin.step)
     try:
       for action in arm.actions:
         state = state if action.needs_saved else carry_out(action, state, means.cfg)
-    except SurgeryError:  # an edit that has become impossible
+    except SurgeryError as error:  # it has become impossible since it was proposed
+      logging.warning("orchestrator: an arm is left out: %s", error)
       return None
     parted = list[StepMetrics]()
     begin = origin if replays else self._here

@@ -111,9 +111,10 @@ class Snapshots:
       self.good = (*older, self.candidate)
       self.candidate = None
 
-  def return_to(self, snapshot: Snapshot) -> None:
-    """Drop newer snapshots: the run goes on from this one along another path."""
-    self.good, self.candidate = (snapshot,), None
+  def return_to(self, step: int) -> None:
+    """Drop newer snapshots: the run goes on from that of `step` along another path."""
+    self.good = tuple(kept for kept in self.good if kept.step <= step)
+    self.candidate = None
 
   def reject(self) -> None:
     """Drop the candidate, which may hold the beginning of a fault."""

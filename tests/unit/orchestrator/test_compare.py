@@ -151,25 +151,21 @@ def test_first_steps_that_turn_the_weights_over_are_made_again_more_slowly(
   run = Run(program, tmp_path / "decisions.jsonl")(EVERY * 2)
   control = run.state.control._replace(decay_scale=jnp.float32(2.0))  # as a hook would
   run.state = dataclasses.replace(run.state, control=control)
-  run(EVERY * 60)
+  while not run.supervisor.decisions:
+    run(EVERY)
+  ring = [kept.step for kept in run.supervisor._snapshots.good]
+  run(EVERY * 8)
   run.supervisor.close()
   (_, again), (step, slower) = run.supervisor.decisions
   assert again.action == Repeat(from_start=True)
   assert run.lines("comparison")[0]["made"] == step
   assert run.state.control.lr_scale == np.float32(slower.action.scale) < 1.0
   assert float(run.state.control.decay_scale) == 2.0 and replays(run)
+  # No state of the steps that lost is gone back to.
+  assert [kept for kept in ring if 0 < kept < step] == [] and ring[0] == 0
 
 
 # ---- what a hook wants tried
-
-
-@pytest.fixture
-def asked():
-  """Hooks for one test: what is asked for, by the step of the look."""
-  wanted = {}
-  hook = hooks.register(lambda look: wanted.get(look.step))
-  yield wanted
-  hooks.unregister(hook)
 
 
 @pytest.mark.thorough
@@ -182,7 +178,7 @@ def test_what_a_hook_wants_tried_is_done_only_if_it_wins(program, asked, rate, w
   run.state = start.apply(run.state, CFG)
   run(EVERY * 20)
   decisions = run.end()
-  assert [d.cause for _, d in decisions] == (["branch"] if wins else [])
+  assert [d.cause for _, d in decisions] == (["comparison"] if wins else [])
   assert float(run.state.control.lr_scale) == 1.0 and replays(run)
   (row,) = run.lines("comparison")
   assert row["made"] == SPAN and not run.supervisor._requests.waiting
@@ -200,7 +196,7 @@ def test_what_a_hook_wants_tried_is_done_only_if_it_wins(program, asked, rate, w
 def test_what_can_never_be_tried_is_an_error(mode, action, why):
   cfg = tiny_config({"orchestrator.mode": mode, "orchestrator.check_interval": 5})
   with pytest.raises(ValueError, match=why):
-    Requests(cfg).add(Request(action, "branch"), step=0)
+    Requests(cfg).add(Request(action, "comparison"), step=0)
 
 
 @pytest.mark.thorough

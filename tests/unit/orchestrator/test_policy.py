@@ -8,7 +8,6 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 from readings import (
-  ACT,
   BAD_DATA,
   BAD_STATE,
   EDITED,
@@ -324,13 +323,13 @@ def test_a_request_is_done_where_nothing_is_wrong_and_none_is_compared(looks):
 
 
 def test_what_is_to_be_tried_is_compared_first(looks):
-  proposal = looks(request=Request(DECAY, "branch")).proposal
+  proposal = looks(request=Request(DECAY, "comparison")).proposal
   assert proposal.arms[0].actions == (DECAY,) and not looks.actions
   assert not looks.compared(ended(proposal, 1.999, waiting=2.0)).decisions
   looks(REST_LOOKS)
-  proposal = looks(request=Request(DECAY, "branch")).proposal
+  proposal = looks(request=Request(DECAY, "comparison")).proposal
   (decision,) = looks.compared(ended(proposal, 1.99, waiting=2.0)).decisions
-  assert (decision.action, decision.cause) == (DECAY, "branch")
+  assert (decision.action, decision.cause) == (DECAY, "comparison")
 
 
 def test_a_rate_that_was_asked_for_is_the_one_that_is_given_back(looks):
@@ -370,4 +369,3 @@ def test_a_clean_run_is_left_alone(noise):
 
 def test_a_reading_has_the_loss_on_all_held_out_text():
   assert reading(0, probe=2.5).probe == 2.5 and math.isnan(reading(0, probe=None).probe)
-  assert ACT.compare_share == 0.25

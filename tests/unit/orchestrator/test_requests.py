@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from helpers import micro_batches, random_rows, tiny_config
 
-from ats_jax.orchestrator import hooks
 from ats_jax.orchestrator.actions import (
   AddExpert,
   ChangeSettings,
@@ -70,15 +69,6 @@ CFG = canonical.config(
   },
 )
 LAYER = 1
-
-
-@pytest.fixture
-def asked():
-  """Hooks for one test: actions by the step of the look at which they are asked for."""
-  actions = {}
-  hook = hooks.register(lambda look: actions.get(look.step))
-  yield actions
-  hooks.unregister(hook)
 
 
 class Run:

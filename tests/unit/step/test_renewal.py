@@ -1,5 +1,6 @@
 """Moments that are reset where a phase begins: wholly, then only, and after a rollback over it."""
 
+import contextlib
 import dataclasses
 
 import canonical
@@ -14,6 +15,9 @@ from ats_jax.model.param import trainable
 from ats_jax.orchestrator.actions import Rollback
 from ats_jax.orchestrator.policy.decide import Decision
 from ats_jax.orchestrator.supervisor import Supervisor
+from ats_jax.orchestrator.trials.arms import Arm, Proposal
+from ats_jax.orchestrator.trials.compare import Comparison, Means, NextUpdates
+from ats_jax.orchestrator.trials.snapshots import Snapshot
 from ats_jax.sharding.mesh import to_global
 
 PHASES = {
@@ -96,3 +100,29 @@ def test_a_rollback_over_a_start_renews_too(mesh, tmp_path):
     after = supervisor._carry_out(7, canonical.copied(state), decision)
     assert (int(after.step), int(after.reflex.updates)) == (7, updates)
   supervisor.close()
+
+
+def test_an_arm_that_passes_over_a_start_renews_too(mesh):
+  """Its steps would lead elsewhere than those of a rollback."""
+  cfg = canonical.config("dense", PHASES)
+  program = canonical.program(cfg)
+  state, _ = canonical.step(cfg, canonical.state(cfg), batch(cfg, 0))
+  found = []
+
+  def train_step(state, rows):
+    found.append((int(state.step), int(state.reflex.updates)))
+    return program.train_step(state, rows, program.training_rules(1))
+
+  ahead = lambda saved: NextUpdates(
+    train_step, lambda: contextlib.nullcontext(iter([batch(cfg, 8)]))
+  )
+  arm = Arm((Rollback(),), "state or batches", 1e9)
+  for made_at, updates in ((2, 0), (5, 0), (6, 1)):
+    now = dataclasses.replace(canonical.copied(state), step=jnp.int32(7))
+    comparison = Comparison(7, now, Proposal("held-out loss", "", (arm,)), {}, {"": 3.0})
+    held, good = lambda model: {"": 3.0}, Snapshot.take(made_at, canonical.copied(state))
+    means = Means(
+      cfg, ahead, held, lambda *_: (1.0, 1.0), program.catch_up, good, None, True, True, 0.0
+    )
+    comparison.end(8, now, means)
+    assert found.pop() == (7, updates)

@@ -7,7 +7,6 @@ from train_helpers import assert_same, compiled_steps, logged, on_texts
 
 from ats_jax.checkpoint import committed_steps, load_extra, workdir
 from ats_jax.inference.load import load_run
-from ats_jax.orchestrator import hooks
 from ats_jax.orchestrator.actions import SaveCheckpoint
 from ats_jax.orchestrator.actions.settings import ChangeSettings, decay_now, grow_batch
 from ats_jax.orchestrator.record import ledger
@@ -31,15 +30,6 @@ def config(tmp_path_factory):
     "orchestrator.snapshot_interval": LOOK,
   }
   return on_texts(tmp_path_factory.mktemp("changed"), settings, count=60)
-
-
-@pytest.fixture
-def asked():
-  """Hooks for one test: what is asked for, by the step of the look."""
-  actions = {}
-  hook = hooks.register(lambda look: actions.get(look.step))
-  yield actions
-  hooks.unregister(hook)
 
 
 class Killed(BaseException):
