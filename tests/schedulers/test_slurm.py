@@ -89,6 +89,8 @@ def test_in_an_allocation_a_process_without_srun_is_alone(slurm, tmp_path):
   assert "devices: 1 x cpu" in text
 
 
+# The signal may end `sleep` before bash has it.
+UNTIL_TOLD = "while true; do sleep 1 & wait; done"
 PROGRAM = """
 echo x >> starts
 codes=($CODES)
@@ -155,7 +157,7 @@ def test_the_file_is_run_by_hand_as_it_stands(slurm, tmp_path):
 
 
 def test_before_its_time_is_up_a_job_is_told_and_queued_again(slurm, tmp_path):
-  program = "[ -e told ] && exit 0; trap 'touch told; exit 75' TERM; sleep 90 & wait"
+  program = f"[ -e told ] && exit 0; trap 'touch told; exit 75' TERM; {UNTIL_TOLD}"
   number = begin(slurm, tmp_path, program, "--time=1", "--signal=TERM@55")
   slurm.wait_for_requeue(number)
   job = slurm.wait(number, "COMPLETED", "FAILED", "TIMEOUT")
@@ -167,7 +169,7 @@ def test_a_users_scancel_ends_the_job_saved(slurm, script_lives, tmp_path):
   """Slurm sends SIGTERM to all; whether srun or the script ends first, nothing is queued again."""
   program = "[ -e saved ] && exit 0; trap 'echo saved > saved; exit 75' TERM; touch ready; "
   before = "trap : TERM\n" if script_lives else ""
-  number = begin(slurm, tmp_path, program + "sleep 200 & wait", before=before)
+  number = begin(slurm, tmp_path, program + UNTIL_TOLD, before=before)
   while not (tmp_path / "ready").exists():
     assert slurm.job(number)["JobState"] in ("PENDING", "CONFIGURING", "RUNNING")
     time.sleep(0.1)
