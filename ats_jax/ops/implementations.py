@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from ats_jax.config.schema import Config
 from ats_jax.config.schema.setting import Condition, when
 from ats_jax.ops import requirements
-from ats_jax.ops.attention import cudnn
+from ats_jax.ops.attention import chunked, cudnn, triton
 from ats_jax.ops.requirements import Device
 from kernels_cuda import (
   adamw,
@@ -25,6 +25,7 @@ from kernels_cuda import (
   swiglu,
 )
 from kernels_pallas.grouped_matmul import slots as mosaic
+from kernels_triton import slots as triton_slots
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Kernel:
     obstacle: `(cfg, device)` -> why it cannot run, "" if it can.
     tiles: keyword of the function -> the values that `bench tune` tries, the default first.
     reserve: why it is no default for a config after all, "" if it is.
+    is_xla: made of XLA's own operations, so no fast implementation to `ops.strict`.
   """
 
   name: str
@@ -48,6 +50,7 @@ class Kernel:
   obstacle: Callable[[Config, Device], str]
   tiles: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
   reserve: Callable[[Config], str] = lambda cfg: ""
+  is_xla: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,20 +112,42 @@ def cross_entropy_reserve(cfg: Config) -> str:
 
 OPS: dict[str, Op] = {
   "attention": op(
-    # Of whole rows the first one, and backward: the statistics between them have the kernel's own
-    # layout. Of rows that go round a ring the others (`mesh.context_ring`).
-    ("forward", "block_forward", "block_backward"),
+    # Differentiable: the statistics between its passes have each kernel's own layout.
+    ("forward",),
     Kernel(
       "cudnn",
-      {
-        "forward": cudnn.flash_attention,
-        "block_forward": cudnn.block_forward,
-        "block_backward": cudnn.block_backward,
-      },
-      default=("forward", "block_forward", "block_backward"),
+      {"forward": cudnn.flash_attention},
+      default=("forward",),
       why="flash attention, the fastest measured on Hopper",
       obstacle=requirements.cudnn_attention,
     ),
+    Kernel(
+      "triton",
+      {"forward": triton.flash_attention},
+      default=(),
+      why="compiled for sm_80 to sm_120, run on no GPU yet",
+      obstacle=requirements.triton_attention,
+    ),
+    Kernel(
+      "chunked",
+      {"forward": chunked.flash_attention},
+      default=("forward",),
+      why="XLA's, without scores of seq x seq",
+      obstacle=lambda cfg, device: "",
+      reserve=chunked.reserve,
+      is_xla=True,
+    ),
+  ),
+  "attention_block": op(  # of rows that go round a ring
+    FORWARD_BACKWARD,
+    Kernel(
+      "cudnn",
+      {"forward": cudnn.block_forward, "backward": cudnn.block_backward},
+      default=FORWARD_BACKWARD,
+      why="flash attention, the fastest measured on Hopper",
+      obstacle=requirements.cudnn_attention_block,
+    ),
+    used_by=when("mesh.context_ring"),
   ),
   "grouped_matmul": op(
     ("forward", "input_gradient", "weight_gradient"),
@@ -137,6 +162,17 @@ OPS: dict[str, Op] = {
       why="the fastest measured on Hopper",
       obstacle=requirements.mosaic_grouped_matmul,
       tiles={"block_m": (128, 256), "block_n": (256, 128), "stages": (4, 3), "strip": (16, 8)},
+    ),
+    Kernel(
+      "triton",
+      {
+        "forward": triton_slots.forward,
+        "input_gradient": triton_slots.input_gradient,
+        "weight_gradient": triton_slots.weight_gradient,
+      },
+      default=(),
+      why="compiled for sm_86 and sm_90, run on no GPU yet",
+      obstacle=requirements.triton,
     ),
     cuda_kernel(
       requirements.cuda_grouped_matmul,

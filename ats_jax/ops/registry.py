@@ -104,7 +104,7 @@ def _choose_slot(cfg, device, op, slot, asked) -> Choice:
       instead = setting.replace(f"={name}", "=xla").removeprefix("ops.kernels=")
       raise ValueError(f"{setting}: {obstacle}. Use {instead}, or leave it out.")
     return Choice(op, name, setting)
-  missed, reasons = [], []
+  chosen, missed, reasons = None, [], []
   for kernel in OPS[op].kernels:
     if slot not in kernel.where:
       continue
@@ -117,14 +117,19 @@ def _choose_slot(cfg, device, op, slot, asked) -> Choice:
     elif obstacle := kernel.obstacle(cfg, device):
       missed.append(obstacle)
     else:
-      return Choice(op, kernel.name, kernel.why)
-  if missed and device.platform == "gpu" and cfg.ops.strict:
+      chosen = kernel
+      break
+  name = chosen.name if chosen else "xla"
+  is_fallback = chosen is None or chosen.is_xla
+  if missed and is_fallback and device.platform == "gpu" and cfg.ops.strict:
     raise FallbackError(
-      f"ops.strict: {op} would fall back to xla because {'; '.join(missed)}. "
+      f"ops.strict: {op} would fall back to {name} because {'; '.join(missed)}. "
       "Change that, or set ops.strict=false."
     )
+  if chosen:
+    return Choice(op, name, "; ".join([chosen.why, *missed]))
   reasons = missed + reasons
-  return Choice(op, "xla", f"reference: {'; '.join(reasons) or 'this slot has no kernel'}")
+  return Choice(op, name, f"reference: {'; '.join(reasons) or 'this slot has no kernel'}")
 
 
 def asked_for(cfg: Config) -> dict[str, tuple[str, str]]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib.util
 import re
 from collections.abc import Mapping, Sequence
 
@@ -9,6 +10,7 @@ import jax
 
 from ats_jax.config.schema import Config
 from kernels_cuda import cross_entropy, library, rms_norm, routing, rows
+from kernels_triton import plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,11 +73,34 @@ def cudnn_attention(cfg: Config, device: Device) -> str:
     return f"cuDNN needs values no wider than keys, model.v_head_dim is {cfg.model.v_head_dim}"
   if cfg.model.attn_soft_cap:
     return f"cuDNN caps no scores, model.attn_soft_cap is {cfg.model.attn_soft_cap}"
-  if cfg.mesh.context_ring and cfg.model.window:
+  return ""
+
+
+def cudnn_attention_block(cfg: Config, device: Device) -> str:
+  """Obstacle of cuDNN's attention between chunks of a row that go round a ring."""
+  if cfg.model.window:
     return (
       f"cuDNN has no windows in a ring, model.window is {cfg.model.window}: with "
       "mesh.context_ring=false it has"
     )
+  return cudnn_attention(cfg, device)
+
+
+def triton_attention(cfg: Config, device: Device) -> str:
+  """Obstacle of `kernels_triton.attention`."""
+  for name in ("head_dim", "v_head_dim"):
+    width = getattr(cfg.model, name)
+    if width and (width > 256 or plan.split(width) is None):  # 0: as wide as keys
+      return f"the kernel takes widths such as 64, 80, 96, 128, 192, 256, model.{name} is {width}"
+  return triton(cfg, device)
+
+
+def triton(cfg: Config, device: Device) -> str:
+  """Obstacle of all of `kernels_triton`: Triton has no tensor cores of GPUs before sm_80."""
+  if obstacle := nvidia(device, "the kernel", "8.0") or bfloat16(cfg, "the kernel"):
+    return obstacle
+  if importlib.util.find_spec("triton") is None:
+    return "the kernel needs Triton, which is not installed: pip install triton"
   return ""
 
 

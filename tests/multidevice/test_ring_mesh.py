@@ -69,7 +69,7 @@ def of_attention(kv_heads, sizes, **how):
 def test_attention_equals_one_device(monkeypatch, sizes, kv_heads, how, kernel):
   cudnn_stand_in.install(monkeypatch)
   one = of_attention(kv_heads, {}, **how)
-  many = of_attention(kv_heads, sizes, kernels=kernels_of("attention", kernel), **how)
+  many = of_attention(kv_heads, sizes, kernels=kernels_of("attention_block", kernel), **how)
   for got, want in zip(many, one, strict=True):
     np.testing.assert_allclose(got, want, RTOL, 2e-6)
     assert np.abs(want).max() > 0.1
@@ -86,9 +86,9 @@ def test_what_a_ring_cannot_do_is_an_error():
     run(q, q, q)
   with (
     jax.set_mesh(mesh_of({"context": 3})),
-    pytest.raises(ValueError, match=r"cudnn has neither a window \(3\).*=attention=xla"),
+    pytest.raises(ValueError, match=r"cudnn has neither a window \(3\).*=attention_block=xla"),
   ):
-    run(q, q, q, window=3, kernels=kernels_of("attention", "cudnn"))
+    run(q, q, q, window=3, kernels=kernels_of("attention_block", "cudnn"))
 
 
 @hypothesis.given(st.integers(1, 64))

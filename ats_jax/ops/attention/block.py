@@ -1,8 +1,8 @@
 """Attention of some queries to some keys of a row, with statistics to merge it with the rest.
 
 The softmax is over these keys alone; `merge_attention` combines several such blocks. The versions
-here are XLA's, and the specification of the slots `attention.block_forward` and
-`attention.block_backward`.
+here are XLA's, and the specification of the slots `attention_block.forward` and
+`attention_block.backward`.
 
 Letters: B batch, T queries, S keys, N query heads, K key/value heads, G = N / K, H head_dim,
 V width of a value.

@@ -37,7 +37,7 @@ def attention(
   Args:
     q_BTNH: queries [batch, seq, heads, head_dim].
     k_BTKH: keys [batch, seq, kv_heads, head_dim]; kv_heads divides heads.
-    v_BTKH: values like the keys; their width may be another, no larger one with a kernel.
+    v_BTKH: values like the keys; their width may be another, no larger one with cuDNN.
     segment_ids_BT: int32; a token sees tokens up to itself that carry its own id. Each id is one
       contiguous run.
     max_segments: runs in a row at most, padding's included.
@@ -45,7 +45,7 @@ def attention(
     along_row: how the devices along a row share its attention.
     window: a token sees itself and the `window - 1` tokens before it; None = all before it.
     soft_cap: scores become `soft_cap * tanh(score / soft_cap)` (Gemma 2, arXiv:2408.00118); not
-      with a kernel.
+      with cuDNN.
     sinks_N: float32 [heads], trained: the logit of a place with value 0 that every token sees
       (gpt-oss, arXiv:2508.10925).
 
@@ -53,23 +53,18 @@ def attention(
     Array like the queries, as wide as the values.
 
   Raises:
-    ValueError: a window below 1, or a soft cap that is not positive or comes with a kernel.
+    ValueError: a window below 1, or a soft cap that is not positive or comes with cuDNN.
   """
   if window is not None and window < 1:
     raise ValueError(f"attention: window is {window}: at least 1 is expected, or None")
   if soft_cap is not None and soft_cap <= 0:
     raise ValueError(f"attention: soft_cap is {soft_cap}: a positive number is expected, or None")
   kernel = registry.kernel("attention", "forward", kernels)
-  if kernel is not None and soft_cap is not None:
-    name = kernels.of("attention", "forward")
-    raise ValueError(f"attention: {name} has no soft_cap here. Use ops.kernels=attention=xla")
 
   def attend_rows(q, k, v, segments, sinks):
     if kernel is not None:
-      narrower = q.shape[-1] - v.shape[-1]
-      padded = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, narrower))) if narrower else v
-      y = kernel(q, k, padded, segments, sinks, max_segments=max_segments, window=window)
-      return y[..., : v.shape[-1]] if narrower else y
+      options = {"max_segments": max_segments, "window": window, "soft_cap": soft_cap}
+      return kernel(q, k, v, segments, sinks, **options)
     same_B1TT = (segments[:, :, None] == segments[:, None, :])[:, None]
     return _dense(q, k, v, same_B1TT, window, soft_cap, sinks)
 

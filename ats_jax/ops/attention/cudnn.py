@@ -1,4 +1,4 @@
-"""Causal attention over packed rows by cuDNN, with sinks: a kernel of the op `flash_attention`.
+"""Causal attention over packed rows by cuDNN, with sinks.
 
 Letters: B batch, T queries, S keys, N query heads, K key/value heads, H head_dim, M segments.
 """
@@ -18,17 +18,26 @@ from ats_jax.ops.remat import ATTENTION_RESULTS
 def flash_attention(
   q_BTNH: jax.Array,
   k_BTKH: jax.Array,
-  v_BTKH: jax.Array,
+  v_BTKV: jax.Array,
   segment_ids_BT: jax.Array,
   sinks_N: jax.Array | None,
   *,
   max_segments: int,
   window: int | None,
+  soft_cap: float | None,
 ) -> jax.Array:
-  """`ops.attention.causal.attention` of local arrays in bfloat16, without a soft cap."""
+  """`ops.attention.causal.attention` of local arrays in bfloat16; values no wider than keys.
+
+  Raises:
+    ValueError: a soft cap.
+  """
+  if soft_cap is not None:
+    raise ValueError("attention: cudnn has no soft_cap. Use ops.kernels=attention=xla")
   starts_BM, lengths_BM = segment_bounds(segment_ids_BT, max_segments)
   how = q_BTNH.shape[-1] ** -0.5, window, max_segments == 1
-  return _flash(q_BTNH, k_BTKH, v_BTKH, sinks_N, starts_BM, lengths_BM, *how)
+  v_BTKH = _pad_width(v_BTKV, q_BTNH.shape[-1])
+  y_BTNH = _flash(q_BTNH, k_BTKH, v_BTKH, sinks_N, starts_BM, lengths_BM, *how)
+  return y_BTNH[..., : v_BTKV.shape[-1]]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8))

@@ -99,13 +99,13 @@ def ring_attention(
       f"devices two chunks of equal length are expected. Use rows of a multiple of {2 * ways}, or "
       "mesh.context_ring=false."
     )
-  kernels = {options.kernels.of("attention", slot) for slot in ("block_forward", "block_backward")}
+  kernels = {options.kernels.of("attention_block", slot) for slot in ("forward", "backward")}
   if kernels != {"xla"} and (options.window, options.soft_cap) != (None, None):
     name = max(kernels - {"xla"})
     raise ValueError(
       f"attention: {name} has neither a window ({options.window}) nor a soft_cap "
       f"({options.soft_cap}) in a ring, whose chunks do not follow one another. "
-      "Use ops.kernels=attention=xla, or mesh.context_ring=false."
+      "Use ops.kernels=attention_block=xla, or mesh.context_ring=false."
     )
   q, k, v = map(to_zigzag, (q_BTNH, k_BTKH, v_BTKV))
   return from_zigzag(_ring(q, k, v, segment_ids_BR, sinks_N, options))
@@ -157,7 +157,7 @@ def _ring_forward(q_BTNH, k_BTKH, v_BTKV, segment_ids_BR, sinks_N, options):
 
   The backward pass sends keys and values again. Its residuals have names for remat policies.
   """
-  run = _block_kernel("block_forward", block.forward, options)
+  run = _block_kernel("forward", block.forward, options)
   device, here, kv = axis_index("seq"), token_positions_at(segment_ids_BR, 0), (k_BTKH, v_BTKV)
   y_BTNV, lse_BTN = run(q_BTNH, *kv, here, here, options.rules(is_diagonal=True))
   merged, next_kv = (y_BTNV.astype(lse_BTN.dtype), lse_BTN), _send_to_next(kv)
@@ -185,7 +185,7 @@ def _ring_backward(options, saved, dy_BTNV):
   # be made once, and kept.
   saved, dy_BTNV = jax.lax.optimization_barrier((saved, dy_BTNV))
   q_BTNH, k_BTKH, v_BTKV, segment_ids_BR, sinks_N, y_BTNV, lse_BTN = saved
-  run = _block_kernel("block_backward", block.backward, options)
+  run = _block_kernel("backward", block.backward, options)
   wide = jnp.promote_types(q_BTNH.dtype, jnp.float32)
   as_wide = lambda arrays: tuple(a.astype(wide) for a in arrays)
   device, here, kv = axis_index("seq"), token_positions_at(segment_ids_BR, 0), (k_BTKH, v_BTKV)
@@ -221,7 +221,7 @@ _ring.defvjp(_ring_forward, _ring_backward)
 
 
 def _block_kernel(slot: str, otherwise: Callable, options: AttentionOptions) -> Callable:
-  return registry.kernel("attention", slot, options.kernels) or otherwise
+  return registry.kernel("attention_block", slot, options.kernels) or otherwise
 
 
 def _send_to_next(arrays):

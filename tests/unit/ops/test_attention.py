@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from helpers import kernels_of, make_test_mesh, pack, tiny_config
 
-from ats_jax.ops import _compat
+from ats_jax.ops import _compat, requirements
+from ats_jax.ops.attention import chunked
 from ats_jax.ops.attention.causal import attention, cached_attention
 from ats_jax.ops.attention.cudnn import segment_bounds
 from ats_jax.ops.registry import FallbackError, choose_op
@@ -67,6 +68,43 @@ def test_xla_matches_one_token_at_a_time(mesh, kv_heads, window, soft_cap, sinks
   sinks_N = None if sinks is None else jnp.array(sinks)
   got = run(q, k, v, sinks_N=sinks_N, segment_ids_BT=segments, max_segments=10, **rule)
   np.testing.assert_allclose(got, reference(q, k, v, segments, sinks=sinks, **rule), RTOL, ATOL)
+
+
+@pytest.mark.parametrize(("window", "soft_cap", "sinks"), [(None, None, SINKS), (6, 0.7, None)])
+def test_chunks_of_queries_change_neither_value_nor_gradient(
+  monkeypatch, mesh, window, soft_cap, sinks
+):
+  monkeypatch.setattr(chunked, "CHUNK", 7)
+  q, k, v = make_qkv(len(LENGTHS), 4, 2)
+  segments, _ = pack(LENGTHS, SEQ)
+
+  @functools.partial(jax.jit, static_argnums=0)
+  def results(implementation, q, k, v, sinks_N):
+    def f(q, k, v, sinks_N):
+      how = dict(segment_ids_BT=segments, max_segments=10, window=window, soft_cap=soft_cap)
+      kernels = kernels_of("attention", implementation)
+      return attention(q, k, v, sinks_N=sinks_N, kernels=kernels, **how)
+
+    y, pull = jax.vjp(f, q, k, v, sinks_N)
+    return y, pull(jnp.cos(y))
+
+  sinks_N = None if sinks is None else jnp.array(sinks)
+  found, want = (results(name, q, k, v, sinks_N) for name in ("chunked", "xla"))
+  for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+    np.testing.assert_allclose(a, b, RTOL, ATOL)
+
+
+def test_no_scores_of_a_whole_row_are_in_the_compiled_gradient(mesh):
+  seq = 4 * chunked.CHUNK
+  q = jax.ShapeDtypeStruct((1, seq, 2, 16), jnp.float16)
+  ids = jax.ShapeDtypeStruct((1, seq), jnp.int32)
+  kernels = kernels_of("attention", "chunked")
+
+  def loss(q, ids):
+    return attention(q, q, q, segment_ids_BT=ids, max_segments=2, kernels=kernels).sum()
+
+  text = jax.jit(jax.grad(loss)).lower(q, ids).compile().as_text()
+  assert f"{chunked.CHUNK},{seq}]" in text and f"{seq},{seq}]" not in text
 
 
 def test_a_mesh_agrees_with_one_device_in_value_and_gradient():
@@ -198,7 +236,13 @@ def test_cached_attention_equals_full_attention_for_any_split(parts):
     assert np.all(cache[:, length:] == 1e3)
 
 
-HOPPER = ("gpu", "9.0")
+HOPPER, AMPERE, TURING = ("gpu", "9.0"), ("gpu", "8.0"), ("gpu", "7.5")
+LONG = {"data__seq_len": 2048}
+
+
+@pytest.fixture
+def triton_is_installed(monkeypatch):
+  monkeypatch.setattr(requirements.importlib.util, "find_spec", lambda name: name)
 
 
 def choose(cfg, *device):
@@ -210,6 +254,7 @@ def config_for(**changes):
   return tiny_config(defaults | {k.replace("__", "."): v for k, v in changes.items()})
 
 
+@pytest.mark.usefixtures("triton_is_installed")
 @pytest.mark.parametrize(
   ("changes", "device", "implementation", "reason"),
   [
@@ -221,7 +266,11 @@ def config_for(**changes):
     ({}, ("cpu",), "xla", "cuDNN runs on NVIDIA GPUs, this is cpu"),
     ({"ops__strict": True}, ("cpu",), "xla", "reference"),
     ({}, ("tpu",), "xla", "this is tpu"),
-    ({}, ("gpu", "8.0"), "xla", "needs compute capability 9.0, this GPU has 8.0"),
+    (LONG, ("tpu",), "chunked", "this is tpu"),
+    (LONG, AMPERE, "chunked", "needs compute capability 9.0, this GPU has 8.0"),
+    ({"ops__kernels": {"attention": "triton"}}, AMPERE, "triton", "ops.kernels=attention=triton"),
+    (LONG | {"model__attn_soft_cap": 5.0}, HOPPER, "chunked", "cuDNN caps no scores"),
+    ({}, TURING, "xla", "data.seq_len is 16, scores of 1024 fit"),
     ({"precision__compute_dtype": "float32"}, HOPPER, "xla", "compute_dtype is float32"),
     ({"model__head_dim": 20}, HOPPER, "xla", "head_dim is 20"),
     ({"model__head_dim": 264}, HOPPER, "xla", "head_dim is 264"),
@@ -234,16 +283,27 @@ def test_choice_and_its_reason(changes, device, implementation, reason):
   assert reason in choice.reason and str(choice) == f"attention: {implementation} ({choice.reason})"
 
 
+@pytest.mark.usefixtures("triton_is_installed")
 @pytest.mark.parametrize(
   ("changes", "device", "words"),
-  [({}, ("gpu", "8.0"), "this GPU has 8.0"), ({"model__head_dim": 20}, HOPPER, "head_dim is 20")],
+  [
+    (LONG, TURING, "this GPU has 7.5"),
+    ({"model__head_dim": 20}, HOPPER, "head_dim is 20"),
+  ],
 )
 def test_what_cannot_run_is_an_error_where_it_is_asked_for(changes, device, words):
-  asked = f"ops.kernels=attention=cudnn: .*{words}.*Use attention=xla"
-  with pytest.raises(ValueError, match=asked):
-    choose(config_for(ops__kernels={"attention": "cudnn"}, **changes), *device)
+  for name in ("cudnn", "triton"):
+    asked = f"ops.kernels=attention={name}: .*{words}.*Use attention=xla"
+    with pytest.raises(ValueError, match=asked):
+      choose(config_for(ops__kernels={"attention": name}, **changes), *device)
   with pytest.raises(FallbackError, match=f"ops.strict: .*{words}.*ops.strict=false"):
     choose(config_for(ops__strict=True, **changes), *device)
+
+
+def test_without_triton_the_error_says_what_to_install(monkeypatch):
+  monkeypatch.setattr(requirements.importlib.util, "find_spec", lambda name: None)
+  with pytest.raises(ValueError, match=r"attention=triton: .*pip install triton"):
+    choose(config_for(ops__kernels={"attention": "triton"}), *AMPERE)
 
 
 def test_the_private_cudnn_functions_still_take_what_we_pass():

@@ -171,12 +171,8 @@ OF_RING = {"mesh.context": 2, "mesh.context_ring": True}
 
 def test_cudnn_runs_in_a_ring_without_windows():
   cfg = {"precision.compute_dtype": "bfloat16", "model.head_dim": 64, **OF_RING}
-  assert {c.implementation for c in choose_op(tiny_config(cfg), HOPPER, "attention").values()} == {
-    "cudnn"
-  }
-  windowed = cfg | {"model.window": 4}
-  choice = choose_op(tiny_config(windowed), HOPPER, "attention")["block_forward"]
-  assert choice.implementation == "xla"
-  assert "no windows in a ring, model.window is 4" in choice.reason
-  whole = windowed | {"mesh.context_ring": False}
-  assert choose_op(tiny_config(whole), HOPPER, "attention")["forward"].implementation == "cudnn"
+  choose = lambda cfg: choose_op(tiny_config(cfg), HOPPER, "attention_block")
+  assert {choice.implementation for choice in choose(cfg).values()} == {"cudnn"}
+  windowed = choose(cfg | {"model.window": 4})["forward"]
+  assert windowed.implementation == "xla"
+  assert "no windows in a ring, model.window is 4" in windowed.reason

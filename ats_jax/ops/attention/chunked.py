@@ -1,0 +1,61 @@
+"""Causal attention by XLA, a chunk of queries at a time: scores of a chunk only are in memory.
+
+Letters: B batch, C queries of a chunk, S keys up to its end, N query heads, K key/value heads, H
+head_dim, V width of a value.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from ats_jax.config.schema import Config
+from ats_jax.ops.attention import block
+from ats_jax.ops.attention.block import MaskRules, TokenPositions
+from ats_jax.ops.remat import ATTENTION_RESULTS
+
+CHUNK = 512  # queries
+LEAST_ROW = 1024  # tokens, up to which all scores of a row at once are faster and small
+
+
+def reserve(cfg: Config) -> str:
+  """Why it is no default for a config, "" if it is."""
+  seq = cfg.data.seq_len
+  return f"data.seq_len is {seq}, scores of {LEAST_ROW} fit" if seq <= LEAST_ROW else ""
+
+
+def flash_attention(
+  q_BTNH: jax.Array,
+  k_BTKH: jax.Array,
+  v_BTKV: jax.Array,
+  segment_ids_BT: jax.Array,
+  sinks_N: jax.Array | None,
+  *,
+  max_segments: int,
+  window: int | None,
+  soft_cap: float | None,
+) -> jax.Array:
+  """`ops.attention.causal.attention` of local arrays.
+
+  A chunk sees the keys before its end, which are cut statically, and with a window no others before
+  that either. The backward pass computes the scores of each chunk again.
+  """
+  batch, seq = segment_ids_BT.shape
+  at_BT = jnp.broadcast_to(jnp.arange(seq, dtype=jnp.int32), (batch, seq))
+  rules = MaskRules(is_diagonal=False, max_segments=max_segments, window=window, soft_cap=soft_cap)
+
+  def attend(q_BCNH, k_BSKH, v_BSKV, queries, keys, sinks_N):
+    y_BCNV, lse_BCN = block.forward(q_BCNH, k_BSKH, v_BSKV, queries, keys, rules)
+    if sinks_N is not None:  # they only enlarge the softmax's denominators
+      y_BCNV *= jnp.exp(lse_BCN - jnp.logaddexp(lse_BCN, sinks_N))[..., None]
+    return y_BCNV.astype(q_BCNH.dtype)
+
+  parts = []
+  for begin in range(0, seq, CHUNK):
+    end = min(begin + CHUNK, seq)
+    first = 0 if window is None else max(0, begin - window + 1)
+    of = lambda a, first, end: jax.lax.slice_in_dim(a, first, end, axis=1)
+    queries = TokenPositions(of(segment_ids_BT, begin, end), of(at_BT, begin, end))
+    keys = TokenPositions(of(segment_ids_BT, first, end), of(at_BT, first, end))
+    kv = of(k_BTKH, first, end), of(v_BTKV, first, end)
+    parts.append(jax.checkpoint(attend)(of(q_BTNH, begin, end), *kv, queries, keys, sinks_N))
+  return checkpoint_name(jnp.concatenate(parts, axis=1), ATTENTION_RESULTS[0])

@@ -1,0 +1,150 @@
+"""What is launched for given shapes, without Triton: grids, constants and tiles."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+
+class Tile(NamedTuple):
+  """How a kernel is cut.
+
+  Attributes:
+    blocks: constants of the kernel.
+    num_warps: of a program.
+    num_stages: loads in flight.
+  """
+
+  blocks: Mapping[str, int]
+  num_warps: int
+  num_stages: int
+
+
+class Launch(NamedTuple):
+  """A kernel for one shape.
+
+  Attributes:
+    module: of `kernels_triton`.
+    kernel: its name there.
+    constants: of the kernel; those of tiles come on top.
+    tiles: the preferred first. The first whose memory a GPU has is taken.
+    grid: the blocks of a tile -> how many programs there are along two axes.
+  """
+
+  module: str
+  kernel: str
+  constants: Mapping[str, Any]
+  tiles: Sequence[Tile]
+  grid: Callable[[Mapping[str, int]], tuple[int, int]]
+
+
+def split(width: int) -> tuple[int, int] | None:
+  """Two powers of two that add up to a width; the second may be 0. None = there are none."""
+  large = 1 << (width.bit_length() - 1)
+  small = width - large
+  is_power = small & (small - 1) == 0
+  return (large, small) if large >= 16 and (small == 0 or (is_power and small >= 16)) else None
+
+
+def _tiles(names: str, *sizes: tuple[int, ...]) -> tuple[Tile, ...]:
+  """Of blocks by name, warps and stages."""
+  return tuple(
+    Tile(dict(zip(names.split(), blocks, strict=True)), warps, stages)
+    for *blocks, warps, stages in sizes
+  )
+
+
+# The later ones are for 99 KiB of shared memory and for wide heads.
+FORWARD = _tiles(
+  "block_m block_n", (128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 1)
+)
+KEY_GRADIENT = _tiles(
+  "block_m block_n", (64, 128, 8, 2), (64, 64, 4, 2), (32, 64, 4, 1), (32, 32, 4, 1)
+)
+QUERY_GRADIENT = _tiles(
+  "block_m block_n", (128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 1), (32, 32, 4, 1)
+)
+GROUPED = _tiles("block_m block_n block_k", (128, 256, 64, 8, 3), (128, 128, 32, 8, 3))
+GROUPED_WEIGHTS = _tiles("block_m block_n block_k", (128, 256, 64, 8, 3), (128, 128, 32, 8, 3))
+
+
+def attention(
+  q_shape: Sequence[int],
+  k_shape: Sequence[int],
+  v_width: int,
+  soft_cap: float | None,
+  has_sinks: bool,
+) -> tuple[Launch, Launch, Launch]:
+  """Forward, gradient of keys and values, gradient of queries.
+
+  Args:
+    q_shape: [batch, seq, heads, width]; widths are those that `split` takes.
+    k_shape: [batch, seq, kv_heads, width].
+    v_width: of a value.
+    soft_cap: of scores, or None.
+    has_sinks: whether there are sinks.
+  """
+  (batch, seq, heads, width), kv_heads = q_shape, k_shape[2]
+  parts, value_parts = split(width), split(v_width)
+  if parts is None or value_parts is None:
+    raise ValueError(
+      f"attention in Triton: widths {width} and {v_width}: expected two powers of two from 16 on, "
+      "or sums of two, such as 80, 96, 128, 192. Use ops.kernels=attention=xla"
+    )
+  constants = {
+    "seq": seq,
+    "heads": heads,
+    "kv_heads": kv_heads,
+    "width_0": parts[0],
+    "width_1": parts[1],
+    "value_0": value_parts[0],
+    "value_1": value_parts[1],
+    "scale": width**-0.5,
+    "soft_cap": float(soft_cap or 0),
+  }
+  forward = {**constants, "has_sinks": has_sinks}
+  queries = lambda blocks: (math.ceil(seq / blocks["block_m"]), batch * heads)
+  keys = lambda blocks: (math.ceil(seq / blocks["block_n"]), batch * kv_heads)
+  return (
+    Launch("attention", "attention_forward", forward, FORWARD, queries),
+    Launch("attention", "attention_key_gradient", constants, KEY_GRADIENT, keys),
+    Launch("attention", "attention_query_gradient", constants, QUERY_GRADIENT, queries),
+  )
+
+
+def grouped_matmul(rows: int, w_shape: Sequence[int], *, transposed: bool, pairs: int) -> Launch:
+  """Rows times the matrices of their groups.
+
+  Args:
+    rows: of all groups.
+    w_shape: [groups, d_in, d_out], or [groups, d_out, d_in] if `transposed`.
+    transposed: multiply by transposed matrices.
+    pairs: 1 or 2 products to add up.
+  """
+  groups, d_in, d_out = w_shape if not transposed else (w_shape[0], w_shape[2], w_shape[1])
+  constants = {
+    "groups": groups,
+    "d_in": d_in,
+    "d_out": d_out,
+    "transposed": transposed,
+    "pairs": pairs,
+  }
+
+  def grid(blocks):
+    return num_tiles(rows, groups, blocks["block_m"]) * math.ceil(d_out / blocks["block_n"]), 1
+
+  return Launch("grouped_matmul", "grouped_matmul", {**constants, "rows": rows}, GROUPED, grid)
+
+
+def grouped_weight_gradient(groups: int, d_in: int, d_out: int) -> Launch:
+  """Of each group, its transposed rows times the gradients of its results."""
+  constants = {"d_in": d_in, "d_out": d_out}
+
+  def grid(blocks):
+    return math.ceil(d_in / blocks["block_m"]) * math.ceil(d_out / blocks["block_n"]), groups
+
+  return Launch("grouped_matmul", "weight_gradient", constants, GROUPED_WEIGHTS, grid)
+
+
+def num_tiles(rows: int, groups: int, block_m: int) -> int:
+  """Blocks of rows that all groups may need, and the rows behind them."""
+  return rows // block_m + groups + 1
