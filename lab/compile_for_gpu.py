@@ -34,6 +34,7 @@ from ats_jax.sharding.mesh import make_mesh, on_mesh
 from ats_jax.step import compiler
 from ats_jax.step import program as programs
 from ats_jax.verbs import cli
+from kernels_triton.compile import SHARED
 
 GIB = 2**30
 MATMUL = r"custom_call_target=\"(__(cublas|cudnn)|mosaic_gpu)|__triton"
@@ -47,15 +48,15 @@ SENT = {
 }
 KINDS = "|".join(SENT)
 NOTHING_IS_TIMED = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
-HOPPER = """
+DESCRIPTION = """
 gpu_device_info {{
-  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
-  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448
-  shared_memory_per_core: 233472 registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: {threads}
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: {shared}
+  shared_memory_per_core: {shared} registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  core_count: {cores} fpus_per_core: {lanes} clock_rate_ghz: {clock}
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  memory_bandwidth: {bandwidth} device_memory_size: {memory} l2_cache_size: 62914560
-  cuda_compute_capability {{ major: 9 }}
+  memory_bandwidth: {bandwidth} device_memory_size: {memory} l2_cache_size: {cache}
+  cuda_compute_capability {{ major: {major} minor: {minor} }}
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 20 }}
@@ -65,16 +66,48 @@ device_description_str: "{name}"
 
 
 class Gpu(NamedTuple):
-  """What the compiler is told: its name, bytes per second, and bytes."""
+  """What the compiler is told.
+
+  Attributes:
+    name: as the driver has it.
+    capability: the compute capability.
+    gb_per_s: of its memory, in units of 10^9.
+    gb: of memory, in the same unit.
+    cores: streaming multiprocessors.
+    lanes: float32 units of each.
+    threads: of each, at most.
+    clock: GHz.
+    cache: MiB of the second level.
+  """
 
   name: str
-  bandwidth: int
-  memory: int
+  capability: str
+  gb_per_s: int
+  gb: int
+  cores: int = 132
+  lanes: int = 128
+  threads: int = 2048
+  clock: float = 1.98
+  cache: int = 60
+
+  def description(self) -> str:
+    """As text of XLA's `GpuTargetConfigProto`."""
+    major, minor = self.capability.split(".")
+    of = self._asdict() | {"major": major, "minor": minor, "cache": self.cache * 2**20}
+    of |= {"bandwidth": self.gb_per_s * 10**9, "memory": self.gb * 10**9}
+    return DESCRIPTION.format(shared=SHARED.get(self.capability, 65536), **of)
 
 
+# Memory and clocks are of NVIDIA's data sheets, limits of the CUDA programming guide.
 GPUS = {
-  "H100": Gpu("NVIDIA H100 80GB HBM3", 3352 * 10**9, 85 * 10**9),
-  "H200": Gpu("NVIDIA H200", 4800 * 10**9, 150 * 10**9),
+  "T4": Gpu("Tesla T4", "7.5", 320, 16, 40, 64, 1024, 1.59, 4),
+  "A100": Gpu("NVIDIA A100-SXM4-80GB", "8.0", 2039, 85, 108, 64, 2048, 1.41, 40),
+  "RTX3090": Gpu("NVIDIA GeForce RTX 3090", "8.6", 936, 25, 82, 128, 1536, 1.7, 6),
+  "RTX4090": Gpu("NVIDIA GeForce RTX 4090", "8.9", 1008, 25, 128, 128, 1536, 2.52, 72),
+  "H100": Gpu("NVIDIA H100 80GB HBM3", "9.0", 3352, 85),
+  "H200": Gpu("NVIDIA H200", "9.0", 4800, 150),
+  "B200": Gpu("NVIDIA B200", "10.0", 8000, 192, 148, 128, 2048, 1.97, 126),
+  "RTX5090": Gpu("NVIDIA GeForce RTX 5090", "12.0", 1792, 34, 170, 128, 1536, 2.41, 96),
 }
 
 _CONFIG = cli.ConfigFlag()
@@ -84,9 +117,9 @@ _OUT = flags.DEFINE_string("out", "", "Where to write the optimized program.")
 
 
 @contextlib.contextmanager
-def pretending(kind: str) -> Iterator[None]:
-  """Everything that asks for the device at hand is told that it is a GPU of this kind."""
-  device = lambda: Device("gpu", "9.0", kind)
+def pretending(gpu: Gpu) -> Iterator[None]:
+  """Everything that asks for the device at hand is told that it is this GPU."""
+  device = lambda: Device("gpu", gpu.capability, gpu.name)
   with (
     mock.patch.object(programs, "this_device", device),
     mock.patch.object(compiler, "_refusal", lambda name, value: ""),
@@ -106,12 +139,13 @@ def compiled(
   """
   jax.config.update("jax_platforms", None)  # the plugin too, whatever there is to run on
   os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
-  os.environ.setdefault("CUDA_TARGET_SM", "9.0")  # for kernels_cuda, which would look for a GPU
+  os.environ.setdefault(
+    "CUDA_TARGET_SM", GPUS[gpu].capability
+  )  # for kernels_cuda, which would look for a GPU
   os.environ["XLA_FLAGS"] = f"{NOTHING_IS_TIMED} {os.environ.get('XLA_FLAGS', '')}"
-  target = HOPPER.format(**GPUS[gpu]._asdict())
   try:
     topology = topologies.get_topology_desc(
-      platform="cuda", target_config=target, topology=f"1x1x{devices}"
+      platform="cuda", target_config=GPUS[gpu].description(), topology=f"1x1x{devices}"
     )
   except NotImplementedError as e:
     raise ValueError(
@@ -124,7 +158,7 @@ def compiled(
     made.append(made[0].init(abstract=True))
     return jnp.zeros(())
 
-  with pretending(GPUS[gpu].name), on_mesh(cfg, make_mesh(cfg, list(topology.devices))):
+  with pretending(GPUS[gpu]), on_mesh(cfg, make_mesh(cfg, list(topology.devices))):
     jax.eval_shape(trace)
     return made[0].compile_train_step(made[1], made[0].training_rules(cfg.num_steps)), made[0]
 
