@@ -89,17 +89,13 @@ def at(step: int, wanted: Action | Try) -> Hook:
 
 
 def scheduled(after: int) -> list[At]:
-  """Those of `at` whose step is later than `after`, in their order."""
-  return sorted((h for h in _registered if isinstance(h, At) and h.step > after), key=_step_of)
+  """Those of `at` whose step is later than `after`."""
+  return [hook for hook in _registered if isinstance(hook, At) and hook.step > after]
 
 
 def number() -> int:
   """How many hooks are registered."""
   return len(_registered)
-
-
-def _step_of(hook: At) -> int:
-  return hook.step
 
 
 def unregister(hook: Hook) -> None:

@@ -123,7 +123,7 @@ class Supervisor(Watcher):
     self._program, self._cfg = program, program.cfg.orchestrator
     self._probe = None if probe is None else Probe(probe, domains)
     self._names: tuple[str, ...] = ()  # of the step's metrics, as they came with the last
-    self._terms = Terms.of(program.cfg)
+    self._terms, self._last_step = Terms.of(program.cfg), program.cfg.num_steps
     self._teller = Teller(ledger, write)
     self._restore, self._loop, self._schedule = restore, loop, schedule
     self._begin: RowsRead | None = None
@@ -278,8 +278,7 @@ class Supervisor(Watcher):
       check_finite(step, metrics)
     if self._comparison is not None and step == self._terms.num_steps:
       state = self._end_comparison(step, state)
-    _, last = self._settings.get("num_steps", (0, self._terms.num_steps))
-    if step >= last:
+    if step >= self._last_step:
       self._refuse_the_rest(step)
     return state
 
@@ -460,7 +459,7 @@ class Supervisor(Watcher):
 
   def restart_with(self, settings: Settings, before: Settings) -> None:
     """Have the run go on with other settings, from a checkpoint that it saves now."""
-    was = dict(before)
+    was, self._last_step = dict(before), dict(settings).get("num_steps", self._last_step)
     for name, now in settings:
       began, _ = self._settings.pop(name, (was[name], None))
       if now != began:

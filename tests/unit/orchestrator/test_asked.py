@@ -91,6 +91,17 @@ def test_what_comes_too_late_is_refused_at_the_end(program, path, at):
   assert "does not do what a hook asked for" in "\n".join(tell(path))
 
 
+def test_a_run_that_goes_on_after_an_early_end_goes_on_with_its_requests(program, path, at):
+  at(EVERY * 2, DECAY)
+  run = Run(program)
+  run.path, run.supervisor = path, Supervisor(program, None, path)
+  run.supervisor.start(0, run.state, {"settings": {"num_steps": [100, EVERY]}})  # of before
+  run(EVERY).settle()
+  assert not run.lines("refused")
+  run(EVERY * 4).end()
+  assert [d.action for _, d in run.supervisor.decisions] == [DECAY]
+
+
 def test_what_must_wait_for_a_comparison_says_so_once_and_is_done(program, path, at):
   at(EVERY * 2, hooks.Try(DECAY))
   at(EVERY * 3, SetWeightDecay(2.0))

@@ -186,3 +186,5 @@ def test_8_bits_are_tried_without_and_stay_off_if_that_wins(
   changes = load_extra(tmp_path / workdir.CHECKPOINTS, 24)["settings"]
   assert changes == ({"precision.fp8": [True, False]} if wins else {})
   assert compiled[-1][0].precision.fp8 != wins
+  train(dataclasses.replace(cfg, num_steps=25), tmp_path)  # the same command, for longer
+  assert compiled[-1][0].precision.fp8 != wins
