@@ -7,14 +7,11 @@ A document of the repository marks the place of a generated part by `<!-- genera
 (`.ci/site.py`) and this program put the part in its place. `PARTS` lists the parts.
 """
 
-import dataclasses
 import importlib
-import inspect
 import itertools
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import MISSING
 from pathlib import Path
 
 from absl import flags
@@ -26,7 +23,6 @@ from ats_jax.config.explain import describe
 from ats_jax.config.names import KINDS, Known, all_settings, flatten, in_words, settings, unmet
 from ats_jax.metrics.peaks import PEAKS
 from ats_jax.ops.implementations import OPS
-from ats_jax.orchestrator import actions
 from ats_jax.verbs import VERBS, cli
 from lab import model_tables
 
@@ -229,19 +225,6 @@ def _rate(number: float) -> str:
   return f"{number:,g}" if number else "-"
 
 
-def actions_part() -> str:
-  """The actions of the orchestrator."""
-  of_package = (getattr(actions, name) for name in dir(actions))
-  classes = [c for c in of_package if isinstance(c, type) and dataclasses.is_dataclass(c)]
-  rows = ((_call(c), inspect.getdoc(c).splitlines()[0]) for c in classes if c is not actions.Action)
-  return "\n".join(table(("action", "what it does"), rows))
-
-
-def _call(action: type) -> str:
-  fields = (field.name for field in dataclasses.fields(action) if field.default is MISSING)
-  return f"`{action.__name__}({', '.join(fields)})`"
-
-
 def thresholds_part() -> str:
   """The constants of the reflex and of the policy."""
   rows = (
@@ -265,7 +248,6 @@ PARTS: Mapping[str, Callable[[], str]] = {
   "families": families_part,
   "kernels": kernels_part,
   "peaks": peaks_part,
-  "actions": actions_part,
   "thresholds": thresholds_part,
   "model_sizes": model_sizes_part,
 }

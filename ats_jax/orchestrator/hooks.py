@@ -49,6 +49,17 @@ class Try(NamedTuple):
   action: Action
 
 
+class At(NamedTuple):
+  """The hook of `at`."""
+
+  step: int
+  wanted: Action | Try
+
+  def __call__(self, look: Look) -> Action | Try | None:
+    """Ask at the first look at its step or later."""
+    return self.wanted if look.since < self.step <= look.step else None
+
+
 Hook = Callable[[Look], Action | Try | None]
 _registered: list[Hook] = []
 
@@ -66,9 +77,25 @@ def register(hook: Hook) -> Hook:
 def at(step: int, wanted: Action | Try) -> Hook:
   """Ask for something once, at the first look at `step` or later; a resumed run does not repeat it.
 
-  Looks are at multiples of `orchestrator.check_interval`, and before checkpoints.
+  Looks are at multiples of `orchestrator.check_interval`, and before checkpoints. What a run can
+  never do ends it at its start.
+
+  Raises:
+    ValueError: if no look is at that step.
   """
-  return register(lambda look: wanted if look.since < step <= look.step else None)
+  if step < 1:
+    raise ValueError(f"hooks.at(step={step}): looks are after an update; use a step from 1 on.")
+  return register(At(step, wanted))
+
+
+def scheduled(after: int) -> list[At]:
+  """Those of `at` whose step is later than `after`."""
+  return [hook for hook in _registered if isinstance(hook, At) and hook.step > after]
+
+
+def number() -> int:
+  """How many hooks are registered."""
+  return len(_registered)
 
 
 def unregister(hook: Hook) -> None:

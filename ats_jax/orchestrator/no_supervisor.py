@@ -1,7 +1,10 @@
 """In place of a supervisor, where nobody is to watch."""
 
+import sys
 from collections.abc import Mapping
 from typing import Any, Self
+
+from absl import logging
 
 from ats_jax.metrics.watcher import Watcher
 from ats_jax.step.program import Program
@@ -22,7 +25,13 @@ class NoSupervisor(Watcher):
     pass
 
   def start(self, step: int, state: TrainState, saved: Mapping[str, Any] | None = None) -> None:
-    """Begin before the update after `step`: nothing to do."""
+    """Begin before the update after `step`: say so if there are hooks, which nobody calls."""
+    hooks = sys.modules.get("ats_jax.orchestrator.hooks")  # a plain run does not import it
+    if hooks is not None and hooks.number():
+      logging.warning(
+        "orchestrator.mode=off: none of %d hooks is called. Set orchestrator.mode=act, or "
+        "register none.", hooks.number(),
+      )  # fmt: skip
 
   def follow(self, program: Program, step: int, state: TrainState) -> None:
     """The train step was compiled anew: nothing to do."""
@@ -35,6 +44,9 @@ class NoSupervisor(Watcher):
     """
     check_finite(step, metrics)
     return state
+
+  def evaluated(self, loss: float) -> None:
+    """An evaluation was made: nothing to do."""
 
   def saved(self) -> dict[str, Any]:
     """What a checkpoint keeps of the supervisor: nothing."""

@@ -22,7 +22,7 @@ from ats_jax.model.decoder import Decoder
 from ats_jax.model.forward_pass import Pass
 from ats_jax.model.param import trainable
 from ats_jax.orchestrator import hooks
-from ats_jax.orchestrator.actions.base import Settings, carry_out
+from ats_jax.orchestrator.actions.base import Action, Settings, carry_out
 from ats_jax.orchestrator.constants import LEAST_MARGIN, SPAN_LOOKS
 from ats_jax.orchestrator.policy.decide import Compared, Interval, Terms, decide
 from ats_jax.orchestrator.policy.requests import Ready, Requests
@@ -69,6 +69,7 @@ Restore = Callable[[], tuple[int, TrainState, Any] | None]
 # Keys of the supervisor's part of a checkpoint.
 SAVED = "orchestrator"  # what the policy remembers
 WAITING = "requests"  # what hooks asked for
+EVALUATED = "evaluated"  # losses of evaluations that no look has seen
 
 
 class Supervisor(Watcher):
@@ -114,12 +115,15 @@ class Supervisor(Watcher):
     self.policy, self.decisions = PolicyState(), list[tuple[int, Decision]]()
     self.wants_checkpoint = self.wants_restart = False
     self._requests = Requests(program.cfg)
+    self._tried: Request | None = None  # what a hook wants tried, until its comparison has ended
+    self._waits = list[Request]()  # of which it was said that they wait
+    self._evaluated = list[float]()  # since the last look
     self._settings = dict[str, tuple[Any, Any]]()  # name -> first value, value now
     self.made_again = 0
     self._program, self._cfg = program, program.cfg.orchestrator
     self._probe = None if probe is None else Probe(probe, domains)
     self._names: tuple[str, ...] = ()  # of the step's metrics, as they came with the last
-    self._terms = Terms.of(program.cfg)
+    self._terms, self._last_step = Terms.of(program.cfg), program.cfg.num_steps
     self._teller = Teller(ledger, write)
     self._restore, self._loop, self._schedule = restore, loop, schedule
     self._begin: RowsRead | None = None
@@ -157,17 +161,15 @@ class Supervisor(Watcher):
     if saved and SAVED in saved:
       self.policy = PolicyState.from_json(saved[SAVED])
       self._requests = Requests(self._program.cfg, saved.get(WAITING, ()))
+      self._evaluated = [*saved.get(EVALUATED, ())]
       self._settings = {name: (was, now) for name, (was, now) in saved.get(CHANGES, {}).items()}
+    for hook in hooks.scheduled(step):
+      self._requests.check(_request(hook.wanted), step)
     if step:
       self._teller.note("resumed_from", step)
     has_room = self._snapshots.fits(state, COPIES_OF_COMPARISON)
     able = self.acts and has_room and self._loop is not None and self._probe is not None
-    self._terms = self._terms._replace(compares=able)
-    facts = {name: x for name, x in self._terms._asdict().items() if name != "cfg"}
-    self._teller.note(
-      "start", step, settings=dataclasses.asdict(self._cfg), **facts,
-      accum_steps=self._program.cfg.step.accum_steps,
-    )  # fmt: skip
+    self._begin_terms(step, compares=able)
     self._tensors = tensors.names(self._program.cfg, trainable(state.model))
     if self._probe is not None:  # compiled here, not in the middle of training
       self._probe.begin(self._program, state.model, self._program.rules(step))
@@ -188,6 +190,16 @@ class Supervisor(Watcher):
       if self._snapshots.good and not has_room:
         logging.info("orchestrator: compares nothing, which takes five snapshots' memory")
 
+  def _begin_terms(self, step: int, *, compares: bool) -> None:
+    """Note the terms by which is decided from here on."""
+    eight_bits = self._program.cfg.precision.fp8 and self._program.fp8
+    self._terms = self._terms._replace(compares=compares, eight_bits=eight_bits)
+    facts = {name: x for name, x in self._terms._asdict().items() if name != "cfg"}
+    self._teller.note(
+      "start", step, settings=dataclasses.asdict(self._cfg), **facts,
+      accum_steps=self._program.cfg.step.accum_steps,
+    )  # fmt: skip
+
   def follow(self, program: Program, step: int, state: TrainState) -> None:
     """Score the probe with `program` from update `step` on; compiles the scoring.
 
@@ -200,6 +212,8 @@ class Supervisor(Watcher):
       state: the state before that update; only its shapes matter.
     """
     self._program = program
+    if self._terms.eight_bits and not program.fp8:
+      self._begin_terms(step - 1, compares=self._terms.compares)
     if self._probe is not None:
       jax.block_until_ready(self._probe.score(program, state.model, program.rules(step)))
 
@@ -264,7 +278,13 @@ class Supervisor(Watcher):
       check_finite(step, metrics)
     if self._comparison is not None and step == self._terms.num_steps:
       state = self._end_comparison(step, state)
+    if step >= self._last_step:
+      self._refuse_the_rest(step)
     return state
+
+  def evaluated(self, loss: float) -> None:
+    """Take in the loss of an evaluation of the validation split; the next look sees it."""
+    self._evaluated.append(loss)
 
   def saved(self) -> dict[str, Any]:
     """What to keep with a checkpoint, right after `settle`; JSON values."""
@@ -273,9 +293,11 @@ class Supervisor(Watcher):
     return self._remembered()
 
   def _remembered(self) -> dict[str, Any]:
+    tried = [] if self._tried is None else [self._tried.to_json()]
     return {
       SAVED: self.policy.to_json(),
-      WAITING: self._requests.to_json(),
+      WAITING: [*tried, *self._requests.to_json()],
+      EVALUATED: [*self._evaluated],
       CHANGES: self._settings,
     }
 
@@ -318,7 +340,7 @@ class Supervisor(Watcher):
       reading = reading._replace(starved=self._experts.starved(jax.device_get(interval.loads)))
     ready = self._ready(step, state, pause=pause)
     request = None if ready is None else ready.request
-    seen = Interval(reading, request)
+    seen, self._evaluated = Interval(reading, request, tuple(self._evaluated)), []
     self.policy, judgement = decide(self._terms, self.policy, seen, step)
     check_agreement(self.policy, reading._asdict(), judgement, self._requests.to_json())
     self._laps = [*self._laps, interval.host][-REMEMBERED_LOOKS:]
@@ -328,6 +350,7 @@ class Supervisor(Watcher):
     self._teller.note(
       "check", step, reading=reading._asdict(), stale=judgement.stale, health=health._asdict(),
       host=interval.host, request=None if request is None else request.to_json(),
+      evaluated=seen.evaluated,
     )  # fmt: skip
     if (left := bounded_steps(self._names, interval.step, rows)) is not None:
       self._teller.bounded(step, left, interval.read, self._program.cfg.data.batch_size)
@@ -343,6 +366,9 @@ class Supervisor(Watcher):
     self._proposal = judgement.proposal or self._proposal  # a pause may look twice
     if ready is not None and _takes_up(judgement, ready.request):
       del self._requests.waiting[ready.place]
+      self._tried = ready.request if ready.request.cause == "comparison" else self._tried
+    elif ready is not None and not judgement.stale:
+      self._say_that_it_waits(step, self._requests.waiting[ready.place], judgement)
     self._snapshots.keeps_first &= self.policy.start is not None or self._proposal is not None
     self._teller.metrics(step, reading, self.policy, health)
     is_over = step >= self._program.cfg.num_steps
@@ -350,8 +376,7 @@ class Supervisor(Watcher):
       self._requests.add(judgement.asks, step)
     since, self._looked_step = self._looked_step, step
     for asked in hooks.call(hooks.Look(step, since, reading, health, judgement)):
-      is_try = isinstance(asked, hooks.Try)
-      self._requests.add(Request(asked.action, "comparison") if is_try else Request(asked), step)
+      self._requests.add(_request(asked), step)
     return state
 
   def _faults(self, interval: Pending, rows: np.ndarray) -> tuple[Fault, ...]:
@@ -370,16 +395,39 @@ class Supervisor(Watcher):
     ready = self._requests.ready(self.policy, state, step, pause=pause)
     if ready is None:
       return None
+    refusal = ready.refusal
     if ready.request.cause == "comparison" and not self._terms.may_compare(self.policy):
-      ready = ready._replace(
-        refusal=f"{ready.request.action} is to be compared, and there is no memory or time left "
-        "for that (orchestrator.snapshot_gb, orchestrator.compare_share)"
-      )
-    if not ready.refusal:
+      lacks = (
+        "there is no memory or time left for that (orchestrator.snapshot_gb, "
+        "orchestrator.compare_share)" if self.acts else "orchestrator.mode=observe only observes"
+      )  # fmt: skip
+      refusal = f"{ready.request.action} is to be compared, and {lacks}"
+    if not refusal:
       return ready
     del self._requests.waiting[ready.place]
-    self._teller.refused(step, ready)
+    self._teller.refused(step, ready.request.action, refusal)
     return None
+
+  def _say_that_it_waits(self, step: int, request: Request, judgement: Judgement) -> None:
+    """Once: in the ledger and the log."""
+    if request in self._waits:
+      return
+    self._waits.append(request)
+    if self._comparison is not None or self._proposal is not None:
+      reason = "a comparison is going on"
+    elif judgement.finding is not None or not judgement.good:
+      reason = "this look found something wrong"
+    else:
+      reason = "something else comes first, or comparisons rest after one that going on won"
+    self._teller.waits(step, request, reason)
+
+  def _refuse_the_rest(self, step: int) -> None:
+    """The run ends: nothing that hooks asked for or would have asked for later is done any more."""
+    tried = [] if self._tried is None else [self._tried]
+    later = [_request(hook.wanted) for hook in hooks.scheduled(step)]
+    for request in (*tried, *self._requests.waiting, *later):
+      self._teller.refused(step, request.action, f"{request.action} comes after the run's end")
+    self._tried, self._requests.waiting = None, []
 
   def _carry_out(self, step: int, state: TrainState, decision: Decision) -> TrainState:
     action, saved, came_to = decision.action, None, {}
@@ -397,17 +445,21 @@ class Supervisor(Watcher):
     changed = carry_out(action, state, self._program.cfg, saved)
     self._changed_step = step
     if self._comparison is not None:
-      self._teller.given_up(step, self._comparison.first, f"{action} comes before it")
-      self._comparison = None
+      self._give_up(step, self._comparison, f"{action} comes before it")
     if saved is not None:
       self._restored_step = step
     if self._experts is not None and action.edits:
       self._experts = OpenExperts(self._program.cfg, changed)
     return changed
 
+  def _give_up(self, step: int, comparison: Comparison, reason: str) -> None:
+    """Drop a comparison under way."""
+    self._teller.given_up(step, comparison.first, reason)
+    self._comparison = self._tried = None
+
   def restart_with(self, settings: Settings, before: Settings) -> None:
     """Have the run go on with other settings, from a checkpoint that it saves now."""
-    was = dict(before)
+    was, self._last_step = dict(before), dict(settings).get("num_steps", self._last_step)
     for name, now in settings:
       began, _ = self._settings.pop(name, (was[name], None))
       if now != began:
@@ -431,9 +483,10 @@ class Supervisor(Watcher):
     assert comparison is not None, "one is open"
     means = self._means(step, comparison)
     if means is None:
-      self._teller.given_up(step, comparison.first, "the model has other rules by now")
+      self._give_up(step, comparison, "the model has other rules by now")
       return state
     ended = comparison.end(step, state, means)
+    self._tried = None
     compared = Compared(comparison.proposal, ended.waiting, ended.scores, ended.made)
     self.made_again += ended.made
     self._clock.lap(max(ended.made, 1))  # or its time would count as slow training
@@ -457,6 +510,7 @@ class Supervisor(Watcher):
         cost = cost_of_lost_steps(self._program.cfg, lost, self._laps)
         came_to = {"to": ended.origin, "lost": cost}
       self._teller.decision(step, decision, came_to, applied=True)
+      decision.action.tell(self, step, decision.reason)
     return ended.state
 
   def _means(self, step: int, comparison: Comparison) -> Means | None:
@@ -470,14 +524,16 @@ class Supervisor(Watcher):
     usable = lambda snapshot: snapshot if snapshot is not None and same(snapshot.step) else None
     good = usable(ring.back(0))
 
-    def seen(model: Decoder, batch: Batch) -> tuple[float, float]:
-      return probe_sums(Probe(batch).score(program, model, rules))
+    def scoring(rules: Pass) -> dict[str, Any]:
+      return {
+        "held": lambda model: probe.losses(probe.score(program, model, rules)),
+        "seen": lambda model, batch: probe_sums(Probe(batch).score(program, model, rules)),
+      }
 
-    return Means(
+    means = Means(
       cfg=program.cfg,
       ahead=loop.ahead,
-      held=lambda model: probe.losses(probe.score(program, model, rules)),
-      seen=seen,
+      **scoring(rules),
       catch_up=program.catch_up,
       good=good,
       first=usable(ring.first),
@@ -485,6 +541,11 @@ class Supervisor(Watcher):
       exact=program.device.platform == "cpu" or program.cfg.precision.deterministic,
       margin=LEAST_MARGIN,
     )
+    if not self._terms.eight_bits:
+      return means
+    return dataclasses.replace(means, wide=dataclasses.replace(
+      means, **scoring(dataclasses.replace(rules, fp8=False))
+    ))  # fmt: skip
 
   def earlier(self, back: int) -> tuple[int, TrainState] | None:
     """The newest good state but `back`, and the step that made it; else the last checkpoint's."""
@@ -492,6 +553,12 @@ class Supervisor(Watcher):
       return snapshot.step, snapshot.resume()
     restored = None if self._restore is None else self._restore()
     return None if restored is None else restored[:2]
+
+
+def _request(asked: Action | hooks.Try) -> Request:
+  if isinstance(asked, hooks.Try):
+    return Request(asked.action, "comparison")
+  return Request(asked)
 
 
 def _takes_up(judgement: Judgement, request: Request) -> bool:

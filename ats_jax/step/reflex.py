@@ -132,17 +132,19 @@ class Control(NamedTuple):
     lr_scale: float32, multiplies the learning rate.
     decay_scale: float32, multiplies the weight decay.
     expert_dropout: float32, probability that an expert takes no part in a step.
+    balance_scale: float32, multiplies `moe.bias_rate`.
   """
 
   armed: jax.Array
   lr_scale: jax.Array
   decay_scale: jax.Array
   expert_dropout: jax.Array
+  balance_scale: jax.Array
 
   @classmethod
   def new(cls, *, armed: bool) -> "Control":
     """At the start: learning rate and decay as configured, all experts."""
-    scalars = (jnp.asarray(x, jnp.float32) for x in (1.0, 1.0, 0.0))
+    scalars = (jnp.asarray(x, jnp.float32) for x in (1.0, 1.0, 0.0, 1.0))
     return cls(jnp.asarray(armed), *scalars)
 
 

@@ -130,10 +130,15 @@ class Run:
     for watcher in self.watchers:
       self.state = watcher.after(step, self.state, metrics)
 
-  def last_step(self) -> Callable:
-    """Return a train step by the last update's rules, for rows of any length."""
+  def last_step(self, *, fp8: bool = True) -> Callable:
+    """Return a train step by the last update's rules, for rows of any length.
+
+    Args:
+      fp8: whether layers in 8 bits stay so.
+    """
     assert self._key is not None, "an update was made"
-    last = self._key
+    rules = self._key.rules
+    last = self._key._replace(rules=dataclasses.replace(rules, fp8=rules.fp8 and fp8))
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
       key = last._replace(seq_len=batch["tokens"].shape[-1])
@@ -149,6 +154,8 @@ class Run:
       self.scores = score_all(self.program, self.state.weights, self.eval_sets, self.step)
       self.writer.write_scalars(self.step, self.scores)
       self.program = check_fp8(self.program, self.scores)
+      if "eval/loss" in self.scores:
+        self.supervisor.evaluated(self.scores["eval/loss"])
 
   def settle(self, metrics: StepMetrics) -> None:
     """Have the supervisor check the state before it is saved, or replace it."""

@@ -48,4 +48,5 @@ class SupervisedLoop:
     run = self.run
     position = (saved or run.position())[POSITION]
     batches = lambda: training_batches(run.cfg, run.train_set, position)
-    return NextUpdates(run.goodput.marking(run.last_step()), batches)
+    wide = run.goodput.marking(run.last_step(fp8=False)) if run.cfg.precision.fp8 else None
+    return NextUpdates(run.goodput.marking(run.last_step()), batches, wide)

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any, ClassVar
 
 from ats_jax.config.schema import rules
+from ats_jax.config.schema.eval import HELD_OUT
 from ats_jax.config.schema.setting import of_flags, setting, when
 
 PROBE_POSITIONS = 256  # of the probe's rows, where those of training are longer
@@ -62,8 +63,24 @@ class OrchestratorConfig:
     needs=when("orchestrator.mode", "act"),
   )
 
+  patience: int = setting(
+    0,
+    "evaluations without a lower validation loss after which the run ends, or in mode observe is "
+    "advised to; 0 = it never does",
+    low=0,
+    resume="free",
+    needs=[when("eval.every_steps"), when("checkpoint.keep_best"), HELD_OUT],
+  )
+
   def check(self, cfg: Any) -> None:
-    """Refuse a mesh that the probe's rows cannot be cut for."""
+    """Refuse evaluations whose best is not kept, and a mesh that the probe cannot be cut for."""
+    every, saves = cfg.eval.every_steps, cfg.checkpoint.every_steps
+    if self.patience and every % saves:
+      raise ValueError(
+        f"orchestrator.patience={self.patience} needs a checkpoint at each evaluation, so that the "
+        f"best is kept: eval.every_steps={every} is no multiple of checkpoint.every_steps={saves}. "
+        "Change one of them."
+      )
     if self.mode == "off" or cfg.data.seq_len <= PROBE_POSITIONS:
       return
     for cut in cfg.mesh.cuts():

@@ -12,11 +12,20 @@ from ats_jax.orchestrator.actions.experts import (
 )
 from ats_jax.orchestrator.actions.loop import CorrectStep, Repeat, Rollback, SaveCheckpoint, Stop
 from ats_jax.orchestrator.actions.scalars import (
+  SetBalance,
   SetExpertDropout,
   SetLearningRateScale,
   SetWeightDecay,
 )
-from ats_jax.orchestrator.actions.settings import ChangeSettings, decay_now, grow_batch
+from ats_jax.orchestrator.actions.settings import (
+  ChangeSettings,
+  DecayNow,
+  EndRun,
+  FullPrecision,
+  GrowBatch,
+  decay_now,
+  grow_batch,
+)
 
 __all__ = [
   "KINDS",
@@ -24,6 +33,10 @@ __all__ = [
   "AddExpert",
   "ChangeSettings",
   "CorrectStep",
+  "DecayNow",
+  "EndRun",
+  "FullPrecision",
+  "GrowBatch",
   "MergeExperts",
   "PruneExpert",
   "RecycleExpert",
@@ -32,6 +45,7 @@ __all__ = [
   "Rollback",
   "SaveCheckpoint",
   "ScaleTemperature",
+  "SetBalance",
   "SetExpertDropout",
   "SetLearningRateScale",
   "SetPenalty",

@@ -77,6 +77,7 @@ class Action:
     can_be_tried: it can be compared on the same next steps, with and without it.
     needs_saved: it replaces the state by an earlier one.
     replays: the batches since that state are trained on again, and not passed over.
+    widens: its arm of a comparison multiplies without 8 bits.
     needs: a setting without which it does nothing.
   """
 
@@ -86,6 +87,7 @@ class Action:
   can_be_tried: ClassVar[bool] = True
   needs_saved: ClassVar[bool] = False
   replays: ClassVar[bool] = False
+  widens: ClassVar[bool] = False
   needs: ClassVar[str] = ""
 
   def __init_subclass__(cls, *, abstract: bool = False) -> None:
@@ -113,8 +115,8 @@ class Action:
       ValueError: if not.
     """
     del step
-    if self.needs and not flatten(cfg)[self.needs]:
-      raise ValueError(f"{self} does nothing in a run with {self.needs}=0.")
+    if self.needs and not (value := flatten(cfg)[self.needs]):
+      raise ValueError(f"{self} does nothing in a run with {self.needs}={value}.")
 
   def fill(self, now: Now) -> Self:
     """Return the action with its open fields filled in.

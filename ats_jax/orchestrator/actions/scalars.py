@@ -43,7 +43,7 @@ class Scalar(Action, abstract=True):
   def fill(self, now: Now) -> Self:
     """Take the old value from the policy."""
     _, before = dataclasses.astuple(self)
-    return self._of(self.value, now.policy.control.get(self.scalar, before))
+    return dataclasses.replace(self, **{"before": now.policy.control.get(self.scalar, before)})
 
   def apply(self, state: TrainState, cfg: Config, saved: TrainState | None = None) -> TrainState:
     """Write it for the compiled step to read."""
@@ -54,10 +54,6 @@ class Scalar(Action, abstract=True):
   def remember[M: Memory](self, policy: M, step: int, *, wanted: bool) -> M:
     """Note the new value in the policy."""
     return policy._replace(control={**policy.control, self.scalar: self.value})
-
-  def _of(self, *fields: float) -> Self:
-    names = (field.name for field in dataclasses.fields(self))
-    return type(self)(**dict(zip(names, fields, strict=True)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +103,32 @@ class SetWeightDecay(Scalar):
 
   scale: float
   before: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class SetBalance(Scalar):
+  """Multiply `moe.bias_rate`, with which the load of experts is balanced, with `scale`.
+
+  The rate at which a collapsed router is rescued stays. The weights of balance losses are settings
+  (`ChangeSettings`).
+
+  Attributes:
+    scale: in [0, 10].
+    before: the value before the action.
+  """
+
+  scalar, called, least, most = "balance_scale", "the balance's scale", 0.0, 10.0
+  needs = "moe.num_experts"
+  words = "rate of the experts' balance times {scale:.3g} ({before:.3g} before)"
+
+  scale: float
+  before: float = 1.0
+
+  def check(self, cfg: Config, step: int = 0) -> None:
+    """It is in its range, and there is a selection bias."""
+    super().check(cfg, step)
+    if cfg.moe.bias_update == "none":
+      raise ValueError(f"{self} does nothing in a run with moe.bias_update=none.")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,6 +6,7 @@ checkpoint says what was changed, so that the command that began a run goes on w
 evaluation and generation use each checkpoint as it was made.
 """
 
+import abc
 import dataclasses
 from collections.abc import Mapping
 from typing import Any, Self
@@ -16,7 +17,7 @@ from ats_jax.config.build import with_settings
 from ats_jax.config.names import flatten
 from ats_jax.config.schema import Config
 from ats_jax.config.schema.schedule import WarmupStableDecay
-from ats_jax.orchestrator.actions.base import Action, Host, Now, Settings
+from ats_jax.orchestrator.actions.base import Action, Host, Memory, Now, Settings
 from ats_jax.sharding.mesh import mesh_sizes
 from ats_jax.step.optimizers import build_optimizer
 from ats_jax.step.schedule import decay_from, learning_rate
@@ -25,9 +26,13 @@ from ats_jax.step.state import TrainState
 CHANGEABLE = frozenset(
   (
     "num_steps",
+    "moe.aux_loss",
+    "moe.bias_rate",
     "moe.capacity_factor",
+    "moe.sequence_aux_loss",
     "mod.capacity",
     "precision.compute_dtype",
+    "precision.fp8",
     "data.batch_size",
     "step.accum_steps",
     "step.remat",
@@ -41,27 +46,36 @@ CHANGEABLE = frozenset(
 
 
 @dataclasses.dataclass(frozen=True)
-class ChangeSettings(Action):
-  """Save a checkpoint, and go on from it with other settings; compiles the step again.
+class Reopening(Action, abc.ABC, abstract=True):
+  """Goes on from a checkpoint with other settings.
 
   Attributes:
-    settings: (name, value) of each, of those in `CHANGEABLE`.
-    before: the same with what they were; filled in when it is done.
+    settings: (name, value) of each, of those in `CHANGEABLE`; filled in when it is done.
+    before: the same with what they were.
   """
 
   can_be_tried = False
 
-  settings: Settings
-  before: Settings = ()
+  settings: Settings = dataclasses.field(default=(), kw_only=True)
+  before: Settings = dataclasses.field(default=(), kw_only=True)
+
+  @abc.abstractmethod
+  def wanted(self, cfg: Config, step: int) -> Settings:
+    """The settings of a run of `cfg` after `step`.
+
+    Raises:
+      ValueError: if there are none for it.
+    """
 
   def check(self, cfg: Config, step: int = 0) -> None:
     """Check that each setting may change, and to its new value."""
     with_new_settings(cfg, self, step)
 
   def fill(self, now: Now) -> Self:
-    """Fill in the old values."""
-    flat = flatten(now.cfg)
-    return dataclasses.replace(self, before=tuple((name, flat[name]) for name, _ in self.settings))
+    """Fill in the settings and their old values."""
+    flat, settings = flatten(now.cfg), self.wanted(now.cfg, now.step)
+    before = tuple((name, flat[name]) for name, _ in settings)
+    return dataclasses.replace(self, settings=settings, before=before)
 
   def apply(self, state: TrainState, cfg: Config, saved: TrainState | None = None) -> TrainState:
     """Adapt the state to the new settings: the reflex's limit on the rate, the optimizer's own."""
@@ -85,13 +99,91 @@ class ChangeSettings(Action):
     return f"goes on from here with {', '.join(of_each)}"
 
 
-def with_new_settings(cfg: Config, action: ChangeSettings, step: int) -> Config:
+@dataclasses.dataclass(frozen=True)
+class ChangeSettings(Reopening):
+  """Save a checkpoint, and go on from it with other settings; compiles the step again.
+
+  Attributes:
+    settings: (name, value) of each, of those in `CHANGEABLE`.
+    before: the same with what they were; filled in when it is done.
+  """
+
+  settings: Settings = ()
+  before: Settings = ()
+
+  def wanted(self, cfg: Config, step: int) -> Settings:
+    """Those that it was made with."""
+    return self.settings
+
+
+@dataclasses.dataclass(frozen=True)
+class GrowBatch(Reopening):
+  """Batches `by` times as large for the tokens that are left (`grow_batch`).
+
+  Attributes:
+    by: factor, at least 2.
+  """
+
+  by: int = 2
+
+  def wanted(self, cfg: Config, step: int) -> Settings:
+    """Batch, micro-batches, length and what the optimizer has to say."""
+    return self.settings or grow_batch(cfg, step, self.by).settings
+
+
+@dataclasses.dataclass(frozen=True)
+class DecayNow(Reopening):
+  """Begin the decay of the schedule 'wsd', and end with it (`decay_now`)."""
+
+  def wanted(self, cfg: Config, step: int) -> Settings:
+    """An earlier end."""
+    return self.settings or decay_now(cfg, step).settings
+
+
+@dataclasses.dataclass(frozen=True)
+class EndRun(Reopening):
+  """Save a checkpoint and end the run well: the same command says that it is complete.
+
+  Who gives it a later `num_steps` goes on.
+  """
+
+  def wanted(self, cfg: Config, step: int) -> Settings:
+    """The end is now."""
+    return self.settings or (("num_steps", step),)
+
+  def check(self, cfg: Config, step: int = 0) -> None:
+    """Check that a run may be as short, if it is known how short."""
+    if self.settings or step:
+      with_settings(cfg, dict(self.wanted(cfg, step)))
+
+
+@dataclasses.dataclass(frozen=True)
+class FullPrecision(Action):
+  """Switch 8 bits off for good: matmuls are in `precision.compute_dtype` from now on.
+
+  An arm of a comparison needs another step only. For the run it is a change of settings.
+  """
+
+  needs = "precision.fp8"
+  widens = True
+  words = "switches 8 bits off"
+
+  def tell(self, host: Host, step: int, reason: str) -> None:
+    """Only the loop can."""
+    host.restart_with((("precision.fp8", False),), (("precision.fp8", True),))
+
+  def remember[M: Memory](self, policy: M, step: int, *, wanted: bool) -> M:
+    """Losses with 8 bits, and steps with them, say nothing about those to come."""
+    return policy._replace(acted_step=step, best={}, history={})
+
+
+def with_new_settings(cfg: Config, action: Reopening, step: int) -> Config:
   """`cfg` as it is to be from `step` on.
 
   Raises:
     ValueError: for a setting that cannot change, or a value that cannot be.
   """
-  values = dict(action.settings)
+  values = dict(action.wanted(cfg, step))
   if unknown := sorted(values.keys() - CHANGEABLE):
     raise ValueError(
       f"{', '.join(unknown)} cannot change in the middle of a run. These can: "
@@ -141,6 +233,8 @@ def grow_batch(cfg: Config, step: int, by: int = 2) -> ChangeSettings:
     ValueError: if the optimizer has no rule for it, or the schedule would jump: it must be flat,
       and go by the step alone.
   """
+  if by < 2:
+    raise ValueError(f"batches are to be {by} times as large; use a whole number from 2 on.")
   o, left = cfg.optimizer, cfg.num_steps - step
   of_optimizer = o.for_larger_batches(by)
   if of_optimizer is None:

@@ -14,6 +14,8 @@ from ats_jax.config.schema import Config, OrchestratorConfig
 from ats_jax.orchestrator.actions import (
   Action,
   CorrectStep,
+  EndRun,
+  FullPrecision,
   Rollback,
   SetLearningRateScale,
   Stop,
@@ -74,6 +76,7 @@ class Terms(NamedTuple):
     peak: the highest learning rate of the schedule.
     capacity: `moe.capacity_factor`; None if nothing is dropped.
     compares: whether there is all that a comparison needs.
+    eight_bits: whether layers multiply in 8 bits.
   """
 
   cfg: OrchestratorConfig
@@ -82,6 +85,7 @@ class Terms(NamedTuple):
   peak: float = 0.0
   capacity: float | None = None
   compares: bool = False
+  eight_bits: bool = False
 
   @classmethod
   def of(cls, cfg: Config) -> "Terms":
@@ -101,10 +105,12 @@ class Interval(NamedTuple):
   Attributes:
     reading: the summary of the steps.
     request: an action that a hook asks for; it is done, or tried, if nothing is wrong.
+    evaluated: losses of evaluations of the validation split since the last look.
   """
 
   reading: Reading
   request: Request | None = None
+  evaluated: tuple[float, ...] = ()
 
 
 class Compared(NamedTuple):
@@ -169,8 +175,8 @@ def _decide_comparison(
 def _decide_interval(
   terms: Terms, policy: PolicyState, seen: Interval, step: int
 ) -> tuple[PolicyState, Judgement]:
-  reading, request = seen
-  policy = policy._replace(looks=policy.looks + 1)
+  reading, request, _ = seen
+  policy = _follow_evaluations(policy._replace(looks=policy.looks + 1), seen.evaluated)
   if reading.first <= policy.acted_step:
     return policy, Judgement(stale=True)
   if reading.rules != policy.rules:
@@ -184,10 +190,10 @@ def _decide_interval(
   finding, proposal, wanted = _certain(reading), None, list[Wanted]()
   policy = _remember(policy, reading, calm=finding is None and not is_worse)
   if finding is not None:
-    remedies = _remedies(policy, reading, finding, step, is_worse=is_worse)
+    remedies = _remedies(terms, policy, reading, finding, step, is_worse=is_worse)
     wanted = [(action, finding.cause, finding.reason) for action in remedies]
   elif is_worse and not policy.streak("settling"):
-    proposal = triggers.worse(policy, reading, excess, margins)
+    proposal = triggers.worse(policy, reading, excess, margins, eight_bits=terms.eight_bits)
     finding = _suspicion(policy, proposal)
   elif not is_worse and not policy.rests_from(ANY):
     wanted = _recover(policy)
@@ -195,6 +201,12 @@ def _decide_interval(
       wanted = [(request.action, request.cause, request.reason)]
     if not wanted:
       policy, proposal = _well(terms, policy, reading, request)
+  if not wanted and step > terms.warmup and 0 < terms.cfg.patience <= policy.worse_evals:
+    reason = f"no lower than {policy.best_eval:.4g} in {policy.worse_evals} evaluations"
+    now, before = (("num_steps", step),), (("num_steps", terms.num_steps),)
+    wanted.append((EndRun(settings=now, before=before), "patience", reason))
+    proposal = None
+    policy = policy._replace(worse_evals=0)
   policy, proposal = _allowed(terms, policy, proposal, reading)
   policy, decisions = _act(policy, wanted, step, applied=terms.cfg.mode == "act")
   good = reading.sound and not is_worse and not (finding is not None and finding.certain)
@@ -268,13 +280,21 @@ def _suspicion(policy: PolicyState, proposal: Proposal | None) -> Finding | None
 
 
 def _remedies(
-  policy: PolicyState, reading: Reading, finding: Finding, step: int, *, is_worse: bool
+  terms: Terms,
+  policy: PolicyState,
+  reading: Reading,
+  finding: Finding,
+  step: int,
+  *,
+  is_worse: bool,
 ) -> list[Action]:
   for fault in reading.faults:
     if fault.advice and fault.reason == finding.reason:
       return [Stop(fault.advice)]
   if finding.cause == "count":
     return [CorrectStep(step)]
+  if finding.cause == "system" and terms.eight_bits:
+    return [FullPrecision()]
   if finding.cause == "system":
     return [Stop(BROKEN_ADVICE)] if reading.broken >= BROKEN_STOP else []
   if finding.cause != "state" or not is_worse:  # mended, or harmless: going back would cost more
@@ -356,6 +376,14 @@ def _remember(policy: PolicyState, reading: Reading, *, calm: bool) -> PolicySta
   rate = reading.applied if calm else policy.best_rate
   policy = policy._replace(streaks=streaks, history=history, best=best, best_rate=rate)
   return policy._replace(start=_start(policy, reading))
+
+
+def _follow_evaluations(policy: PolicyState, losses: tuple[float, ...]) -> PolicyState:
+  for loss in losses:
+    best, worse = policy.best_eval, policy.worse_evals + 1
+    best, worse = (loss, 0) if loss < best else (best, worse)
+    policy = policy._replace(best_eval=best, worse_evals=worse)
+  return policy
 
 
 def _start(policy: PolicyState, reading: Reading) -> tuple[float, float] | None:

@@ -40,21 +40,26 @@ class Requests:
     """Return the fields as JSON values."""
     return [request.to_json() for request in self.waiting]
 
+  def check(self, request: Request, step: int) -> None:
+    """Check that this run can ever do it after `step`.
+
+    Raises:
+      ValueError: if not.
+    """
+    action = request.action
+    if not action.can_be_asked_for:
+      raise ValueError(f"{action} is not for hooks to ask for.")
+    if request.cause == "comparison" and not action.can_be_tried:
+      raise ValueError(f"{action} cannot be compared on the next steps. Ask for it without Try.")
+    action.check(self._cfg, step)
+
   def add(self, request: Request, step: int) -> None:
     """Take it in; once, though before a checkpoint there may be several looks at one step.
 
     Raises:
       ValueError: if this run can never do it.
     """
-    action = request.action
-    if request.cause == "comparison":
-      if self._cfg.orchestrator.mode != "act":
-        raise ValueError(f"{action} is to be compared, which needs orchestrator.mode=act.")
-      if not action.can_be_tried:
-        raise ValueError(f"{action} cannot be compared on the next steps. Ask for it without Try.")
-    if not action.can_be_asked_for:
-      raise ValueError(f"{action} is not for hooks to ask for.")
-    action.check(self._cfg, step)
+    self.check(request, step)
     if self._last[0] != step:
       self._last = (step, [])
     if request not in self._last[1]:

@@ -1,5 +1,6 @@
 """What the policy remembers between two looks, and what it says; plain values."""
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Self
 
@@ -106,6 +107,8 @@ class PolicyState(NamedTuple):
     rests: trigger -> looks that it rests after its next lost comparison, and until which look.
     made_again: updates that comparisons have made beside the run's own.
     start: norm of the first weights, and the largest relative update since; None once judged.
+    best_eval: the lowest loss of an evaluation of the validation split.
+    worse_evals: evaluations since, none of which was lower.
   """
 
   looks: int = 0
@@ -122,6 +125,8 @@ class PolicyState(NamedTuple):
   rests: Mapping[str, tuple[int, int]] = {}
   made_again: int = 0
   start: tuple[float, float] | None = (0.0, 0.0)
+  best_eval: float = math.inf
+  worse_evals: int = 0
 
   @property
   def lr_scale(self) -> float:

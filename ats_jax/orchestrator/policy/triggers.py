@@ -6,6 +6,7 @@ Each rule returns a `Proposal` or None. Whether a comparison is allowed at all i
 from ats_jax.orchestrator.actions import (
   Action,
   ChangeSettings,
+  FullPrecision,
   RecycleExpert,
   Repeat,
   Rollback,
@@ -41,7 +42,12 @@ ROOMS = (1.0, 1.25, 1.5, 2.0)
 
 
 def worse(
-  policy: PolicyState, reading: Reading, excess: dict[str, float], margins: dict[str, float]
+  policy: PolicyState,
+  reading: Reading,
+  excess: dict[str, float],
+  margins: dict[str, float],
+  *,
+  eight_bits: bool = False,
 ) -> Proposal | None:
   """Some held-out text is worse than it was, by more than noise.
 
@@ -53,6 +59,7 @@ def worse(
     reading: what was looked at.
     excess: domain -> nats above its reference.
     margins: domain -> nats that are noise.
+    eight_bits: whether there are 8 bits to be switched off.
   """
   domains = tuple(name for name in excess if excess[name] > margins[name])
   if not domains:
@@ -63,6 +70,8 @@ def worse(
   arms = [arm("machine", Repeat())._replace(mends=True)]
   if not any(look > policy.looks - LADDER_LOOKS for look in policy.ladder):
     arms.append(arm("state or batches", Rollback()))
+  if eight_bits:
+    arms += [arm("8 bits", FullPrecision()), arm("8 bits", Rollback(), FullPrecision())]
   if slower is not None:
     arms.append(arm("learning rate", slower))
     arms.append(arm("learning rate", Rollback(), slower))

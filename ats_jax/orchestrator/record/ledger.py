@@ -4,10 +4,11 @@ One JSON object a line, each with "v" (version of the format), "kind" and "step"
 
   start        the settings; at the beginning of a workdir, or when they changed
   resumed_from the run goes on from this step: lines of later steps before it no longer count
-  check        a look: the reading, the health report, what a hook asks for
+  check        a look: the reading, the health report, what a hook asks for, evaluations
   bounded      steps of an interval that were left out or shrunk, their tokens and rows
   comparison   what was compared since `first`, where each arm ended, updates that it took
   given_up     a comparison under way that was dropped, and why
+  waits        what a hook asked for and is not done yet, and why
   refused      what a hook asked for and is not possible, and why
   decision     id, action and its fields, cause, reason, applied, and what it came to
 
@@ -36,7 +37,8 @@ from ats_jax.store.paths import Log, Path
 
 VERSION = 4
 KINDS = (
-  "start", "resumed_from", "check", "bounded", "comparison", "given_up", "refused", "decision"
+  "start", "resumed_from", "check", "bounded", "comparison", "given_up", "waits", "refused",
+  "decision",
 )  # fmt: skip
 
 
@@ -151,7 +153,7 @@ def replay(path: Path) -> list[tuple[int, Decision]]:
   for row in read_lines(path):
     with reading(path, row.number):
       if row["kind"] == "start":
-        facts = {name: row[name] for name in Terms._fields if name != "cfg"}
+        facts = {name: row[name] for name in Terms._fields if name in row}
         terms = Terms(OrchestratorConfig(**row["settings"]), **facts)
       elif row["kind"] in ("check", "comparison"):
         policy, judgement = decide(terms, policy, _seen(row), row["step"])
@@ -165,7 +167,8 @@ def _seen(row: Mapping[str, Any]) -> Interval | Compared:
     return compared(row)
   asked = row["request"]
   request = None if asked is None else Request.from_json(asked)
-  return Interval(decode(row["reading"]), request)
+  evaluated = tuple(map(float, row.get("evaluated", ())))
+  return Interval(decode(row["reading"]), request, evaluated)
 
 
 def action_of(row: Mapping[str, Any]) -> Action:

@@ -57,6 +57,8 @@ def _event(row: Mapping[str, Any]) -> str:
       return _comparison(row)
     case "given_up":
       return f"drops the comparison since step {row['first']:,}: {row['reason']}"
+    case "waits":
+      return f"does not yet do what a hook asked for, {ledger.action_of(row)}: {row['reason']}"
     case "refused":
       return f"does not do what a hook asked for: {row['reason']}"
     case kind:

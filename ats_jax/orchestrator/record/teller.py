@@ -11,8 +11,7 @@ from absl import logging
 
 from ats_jax.orchestrator.actions.base import Action
 from ats_jax.orchestrator.policy.decide import Compared
-from ats_jax.orchestrator.policy.requests import Ready
-from ats_jax.orchestrator.policy.state import Decision, PolicyState
+from ats_jax.orchestrator.policy.state import Decision, PolicyState, Request
 from ats_jax.orchestrator.record.ledger import Ledger
 from ats_jax.orchestrator.signals.health import LEVELS, Health
 from ats_jax.orchestrator.signals.interval import Reading, RowsRead
@@ -93,10 +92,15 @@ class Teller:
       decision.reason, decision.cause,
     )  # fmt: skip
 
-  def refused(self, step: int, ready: Ready) -> None:
+  def waits(self, step: int, request: Request, reason: str) -> None:
+    """What a hook asked for is not done yet."""
+    self.note("waits", step, request.action, reason=reason)
+    logging.info("orchestrator: step %d: %s waits: %s", step, request.action, reason)
+
+  def refused(self, step: int, action: Action, reason: str) -> None:
     """What a hook asked for is not possible."""
-    self.note("refused", step, ready.request.action, reason=ready.refusal)
-    logging.warning("orchestrator: what a hook asked for is not possible: %s", ready.refusal)
+    self.note("refused", step, action, reason=reason)
+    logging.warning("orchestrator: what a hook asked for is not possible: %s", reason)
 
   def opened(self, step: int, proposal: Proposal) -> None:
     """A comparison begins."""

@@ -35,10 +35,12 @@ class NextUpdates(NamedTuple):
   Attributes:
     train_step: `(state, batch) -> (state, metrics)`, compiled; donates the state.
     batches: opens the training batches from some position on, on the mesh.
+    wide_step: as `train_step`, without 8 bits; None where there are none.
   """
 
   train_step: Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]
   batches: Callable[[], AbstractContextManager[Iterator[Batch]]]
+  wide_step: Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +58,7 @@ class Means:
     unchanged: whether nothing but steps has changed the state since `good`.
     exact: whether the same steps must lead to the same bits.
     margin: nats of the held-out loss by which they may differ where they need not.
+    wide: those without 8 bits, of arms that switch them off: each is scored as it would go on.
   """
 
   cfg: Config
@@ -68,6 +71,7 @@ class Means:
   unchanged: bool
   exact: bool
   margin: float
+  wide: "Means | None" = None
 
 
 class Ended(NamedTuple):
@@ -121,14 +125,14 @@ class Comparison:
       means: makes the arms.
     """
     seen = self._seen_batches(means)
-    score = lambda model, metrics: _score(means, model, metrics, seen)
-    waiting = best = score(state.model, self.metrics)
+    waiting = best = _score(means, state.model, self.metrics, seen)
     if is_mended(self.proposal, waiting):
       return Ended(waiting, (), state, 0, None)
     kept, won, scores = Snapshot.swap_out(step, state), None, list[Score | None]()
     for arm in self.proposal.arms:
-      made = self._make(arm, step, means)
-      reached = None if made is None else score(made[0].model, made[1])
+      used = means.wide if _widens(arm) and means.wide is not None else means
+      made = self._make(arm, step, used)
+      reached = None if made is None else _score(used, made[0].model, made[1], seen)
       scores.append(reached)
       if made is not None and reached is not None and is_better(self.proposal, arm, reached, best):
         best, won, kept = reached, arm, Snapshot.swap_out(step, made[0])
@@ -171,11 +175,14 @@ class Comparison:
     parted = list[StepMetrics]()
     begin = origin if replays else self._here
     updates = means.ahead(json.loads(begin.saved))
+    train_step = updates.wide_step if _widens(arm) else updates.train_step
+    if train_step is None:  # 8 bits were switched off since it was proposed
+      return None
     with updates.batches() as batches:
       for number, batch in enumerate(islice(batches, end - begin.step), begin.step):
         if number == self.first and is_check and self._is_here(state, means):
           return None
-        state, metrics = updates.train_step(state, batch)
+        state, metrics = train_step(state, batch)
         self._made += 1
         if number >= self.first:
           parted.append(metrics)
@@ -199,6 +206,10 @@ class Comparison:
     places = set(np.linspace(0, count - 1, min(count, SEEN_BATCHES)).astype(int).tolist())
     with means.ahead(json.loads(good.saved)).batches() as batches:
       return [batch for place, batch in enumerate(islice(batches, count)) if place in places]
+
+
+def _widens(arm: Arm) -> bool:
+  return any(action.widens for action in arm.actions)
 
 
 def _score(means: Means, model: Decoder, metrics: list[StepMetrics], seen: list[Batch]) -> Score:

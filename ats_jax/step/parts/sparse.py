@@ -48,8 +48,11 @@ class Sparse(Part):
 
   @override
   def after(self, result: UpdateResult, state: TrainState) -> TrainState:
-    step = result.before.step
-    model = with_buffers(self.cfg, state.model, result.stats, step, result.rules, result.used)
+    step, control = result.before.step, state.control
+    scale = 1.0 if control is None else control.balance_scale
+    model = with_buffers(
+      self.cfg, state.model, result.stats, step, result.rules, result.used, scale
+    )
     return dataclasses.replace(state, model=model)
 
   @override
@@ -72,7 +75,9 @@ def sparse_metrics(cfg: Config, model: Decoder, stats: StackStats) -> Metrics:
   return of_experts | (_mod_metrics(cfg, model, stats) if cfg.mod.routing != "none" else {})
 
 
-def bias_rate(cfg: Config, step: jax.Array, violation: jax.Array) -> jax.Array:
+def bias_rate(
+  cfg: Config, step: jax.Array, violation: jax.Array, scale: jax.Array | float = 1.0
+) -> jax.Array:
   """Step of the selection bias.
 
   A slow bias does not follow the noise of batches, but takes long to undo a collapse: above a
@@ -83,9 +88,10 @@ def bias_rate(cfg: Config, step: jax.Array, violation: jax.Array) -> jax.Array:
     cfg: `moe.bias_rate`, and `moe.bias_freeze`: over this last share of the run it falls to 0.
     step: int32 scalar, 0-based.
     violation: the highest load of a layer over the mean load, less 1; any shape.
+    scale: multiplies the rate, but where a router has collapsed.
   """
-  calm = cfg.moe.bias_rate
-  more = max(RESCUE_RATE - calm, 0.0) if cfg.moe.bias_on == "logits" else 0.0
+  calm = cfg.moe.bias_rate * scale
+  more = jnp.maximum(RESCUE_RATE - calm, 0.0) if cfg.moe.bias_on == "logits" else 0.0
   rate = calm + more * jnp.clip(4.0 * (violation - 1.0), 0.0, 1.0)
   left = (cfg.num_steps - 1 - step) / max(1.0, cfg.moe.bias_freeze * cfg.num_steps)
   return rate * jnp.clip(left, 0.0, 1.0)
@@ -131,6 +137,7 @@ def with_buffers(
   step: jax.Array,
   rules: Pass,
   used: Decoder | None = None,
+  scale: jax.Array | float = 1.0,
 ) -> Decoder:
   """Return a model with updated buffers: biases by the load, thresholds by the scores.
 
@@ -141,6 +148,7 @@ def with_buffers(
     step: int32 scalar, 0-based.
     rules: the rules of the step.
     used: the model of the passes, if experts were dropped (`drop_experts`); their biases stay.
+    scale: multiplies the rate of biases.
   """
   used = model if used is None else used
   model = _copy(model)
@@ -149,7 +157,7 @@ def with_buffers(
       if isinstance(layer.mlp, MoE):
         assert of_layer.moe is not None and isinstance(was.mlp, MoE)
         in_use = was.mlp.router.bias_E[...] > CLOSED / 2
-        _set_router(cfg, layer.mlp.router, of_layer.moe, step, in_use)
+        _set_router(cfg, layer.mlp.router, of_layer.moe, step, in_use, scale)
       if layer.depth is not None and cfg.mod.routing == "learned":
         assert of_layer.mod is not None
         for name, value in layer.depth.updated(of_layer.mod, rules.capacity).items():
@@ -163,14 +171,19 @@ def _copy(model: Decoder) -> Decoder:
 
 
 def _set_router(
-  cfg: Config, router: Router, stats: MoEStats, step: jax.Array, in_use: jax.Array
+  cfg: Config,
+  router: Router,
+  stats: MoEStats,
+  step: jax.Array,
+  in_use: jax.Array,
+  scale: jax.Array | float,
 ) -> None:
   """Loss-free balance by the error's sign (arXiv:2408.15664), or by the error (2509.01322)."""
   load = stats.load_E / jnp.maximum(jnp.sum(stats.load_E, axis=-1, keepdims=True), 1.0)
   is_open = router.is_open() * in_use
   num_open = jnp.sum(is_open, axis=-1, keepdims=True)
   error = (1.0 - load * num_open) * is_open
-  rate = bias_rate(cfg, step, -jnp.min(error, axis=-1, keepdims=True))
+  rate = bias_rate(cfg, step, -jnp.min(error, axis=-1, keepdims=True), scale)
   kinds = {"none": jnp.zeros_like, "sign": jnp.sign, "proportional": lambda e: jnp.clip(e, -1, 1)}
   router.bias_E[...] += rate * kinds[cfg.moe.bias_update](error)
   router.load_E[...] = load

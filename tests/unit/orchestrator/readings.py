@@ -40,9 +40,9 @@ class Looks:
     self.terms = Terms(cfg, **{"compares": cfg.mode == "act", "peak": 1e-3, **terms})
     self.policy, self.number, self.judgements = PolicyState(), 0, []
 
-  def __call__(self, times=1, request=None, **changes):
+  def __call__(self, times=1, request=None, evaluated=(), **changes):
     for _ in range(times):
-      seen = Interval(reading(self.number, **changes), request)
+      seen = Interval(reading(self.number, **changes), request, evaluated)
       step = seen.reading.step + INTERVAL
       self.policy, judgement = decide(self.terms, self.policy, seen, step)
       self.judgements.append(judgement)

@@ -13,8 +13,11 @@ from helpers import make_test_mesh, micro_batches, random_rows
 
 from ats_jax.orchestrator.actions import (
   KINDS,
+  FullPrecision,
+  GrowBatch,
   Rollback,
   ScaleTemperature,
+  SetBalance,
   SetExpertDropout,
   SetLearningRateScale,
   SetWeightDecay,
@@ -49,6 +52,7 @@ def assert_equal(got, want):
     (SetLearningRateScale(0.5, 1.0), "lr_scale", 0.5),
     (SetWeightDecay(3.0, 1.0), "decay_scale", 3.0),
     (SetExpertDropout(0.25, 0.0), "expert_dropout", 0.25),
+    (SetBalance(2.0, 1.0), "balance_scale", 2.0),
   ],
 )
 def test_scalars_are_set_and_nothing_else(state, action, field, value):
@@ -56,6 +60,21 @@ def test_scalars_are_set_and_nothing_else(state, action, field, value):
   assert float(getattr(changed.control, field)) == value
   same = dataclasses.replace(changed, control=state.control)
   assert_equal(same, state)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0])
+def test_the_balance_of_experts_follows_its_scale(mesh, scale):
+  cfg = canonical.config("experts", canonical.STEERED)
+  state = SetBalance(scale).apply(canonical.state(cfg), cfg)
+  after, _ = canonical.step(cfg, state, canonical.rows(cfg))
+  biases = [x for x in jax.tree.leaves_with_path(after.model) if "bias_E" in str(x[0])]
+  assert biases and all(bool(np.any(x)) == bool(scale) for _, x in biases)
+
+
+def test_a_balance_without_a_bias_is_refused():
+  cfg = canonical.config("experts", canonical.STEERED | {"moe.bias_update": "none"})
+  with pytest.raises(ValueError, match=r"with moe\.bias_update=none"):
+    SetBalance(0.5).check(cfg)
 
 
 class Kept:
@@ -130,6 +149,10 @@ def test_a_program_compiled_for_eight_devices_takes_what_actions_and_trials_make
     (SetWeightDecay(-1.0), r"decay's scale is -1.0; it must be in \[0, 10\]"),
     (SetExpertDropout(0.6), r"dropout is 0.6; it must be in \[0, 0.5\]"),
     (SetExpertDropout(0.1), "with moe.num_experts=0"),
+    (SetBalance(11.0), r"balance's scale is 11.0; it must be in \[0, 10\]"),
+    (SetBalance(0.5), "with moe.num_experts=0"),
+    (FullPrecision(), "with precision.fp8=False"),
+    (GrowBatch(1), "1 times as large; use a whole number from 2 on"),
     (ScaleTemperature(2.5), r"multiplied with 2.5; it must be in \[0.5, 2\]"),
     (ScaleTemperature(1.25), "with moe.num_experts=0"),
   ],

@@ -14,6 +14,9 @@ from ats_jax.orchestrator.actions.base import Now
 from ats_jax.orchestrator.actions.settings import (
   CHANGEABLE,
   ChangeSettings,
+  DecayNow,
+  EndRun,
+  GrowBatch,
   decay_now,
   grow_batch,
   with_new_settings,
@@ -105,6 +108,36 @@ def test_a_batch_grows_with_what_belongs_to_it():
   assert tokens_of(n, new) == pytest.approx(tokens_of(o, WSD))  # the decay's time scale
   half_life = lambda o, c: c.data.batch_size / np.log(o.b2)
   assert half_life(n, new) == pytest.approx(half_life(o, WSD))
+
+
+def filled(action, cfg, step):
+  """As it is done after `step`."""
+  action.check(cfg, step)
+  done = action.fill(Now(cfg, step, PolicyState(), None))
+  done.check(cfg)
+  return with_settings(cfg, dict(done.settings)), done
+
+
+def test_what_an_action_changes_follows_from_the_step_at_which_it_is_done():
+  for step in (30, 40):
+    new, _ = filled(GrowBatch(2), WSD, step)
+    assert new == with_new_settings(WSD, grow_batch(WSD, step), step)
+    new, done = filled(DecayNow(), WSD, step)
+    assert new == with_new_settings(WSD, decay_now(WSD, step), step)
+    assert done.before == (("num_steps", 100),)
+    assert filled(EndRun(), WSD, step)[0].num_steps == step
+
+
+def test_a_run_ends_no_sooner_than_it_may():
+  with pytest.raises(ValueError, match=r"optimizer\.warmup_steps=20 exceeds num_steps=10"):
+    EndRun().check(with_settings(WSD, {"optimizer.warmup_steps": 20}), 10)
+
+
+def test_weights_of_balance_losses_can_change():
+  new = with_new_settings(SPARSE, ChangeSettings((("moe.aux_loss", 0.01),)), 5)
+  assert new.moe.aux_loss == 0.01
+  with pytest.raises(ValueError, match=r"moe\.aux_loss"):
+    with_new_settings(WSD, ChangeSettings((("moe.aux_loss", 0.01),)), 5)
 
 
 def test_a_batch_does_not_grow_with_an_optimizer_that_has_no_rule_for_it():

@@ -11,9 +11,13 @@ from copies import most_copies
 from fed import Run, computed_wrongly, scaled
 from helpers import counting_rows, tiny_config
 
+from ats_jax.config.build import with_settings
 from ats_jax.orchestrator import hooks
 from ats_jax.orchestrator.actions import (
   ChangeSettings,
+  EndRun,
+  FullPrecision,
+  GrowBatch,
   Repeat,
   Rollback,
   SaveCheckpoint,
@@ -31,6 +35,9 @@ from ats_jax.orchestrator.trials.snapshots import COPIES, COPIES_OF_COMPARISON, 
 EVERY = 8
 CFG = canonical.config("dense", canonical.SUPERVISED | {"optimizer.warmup_steps": 8})
 SPAN = SPAN_LOOKS * EVERY
+EIGHT_BITS = {
+  "precision.fp8": True, "precision.fp8_keep_first": 0, "precision.fp8_keep_last": 0
+}  # fmt: skip
 FAULT = 16 * EVERY  # after which the margin is known
 WRONG = lambda state: computed_wrongly(state, "weight", 1.3)  # of each step in which it happens
 
@@ -118,6 +125,35 @@ def test_other_data_is_trained_on_and_a_lost_comparison_leaves_no_trace(program,
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("harmful", [True, False])
+def test_8_bits_that_do_harm_are_switched_off_and_others_stay(program, tmp_path, harmful):
+  cfg = with_settings(CFG, EIGHT_BITS)
+  run = Run(dataclasses.replace(program, cfg=cfg), tmp_path / "decisions.jsonl", cfg=CFG)
+  wide = lambda state, batch: program.train_step(state, batch, program.training_rules(1))
+
+  def eight_bits(state, batch):
+    number = int(state.step)
+    state, metrics = wide(state, batch)
+    is_hit = harmful and number >= FAULT
+    return (computed_wrongly(state, "weight", 1.05) if is_hit else state), metrics
+
+  ahead = run.loop.ahead
+  run.loop.train_step = eight_bits
+  run.loop.ahead = lambda saved=None: ahead(saved)._replace(wide_step=wide)
+  other = lambda step: {
+    **counting_rows(step), "targets": 63 - counting_rows(step)["targets"]
+  }  # fmt: skip
+  run(FAULT)
+  while not run.lines("comparison"):
+    run(EVERY, **{} if harmful else {"rows": other})
+  made = [decision.action for _, decision in run.end()]
+  assert made == ([Rollback(), FullPrecision()] if harmful else [])
+  assert run.supervisor.wants_restart == harmful and replays(run)
+  changed = {"precision.fp8": (True, False)} if harmful else {}
+  assert run.supervisor.saved()["settings"] == changed
+
+
+@pytest.mark.thorough
 def test_a_certain_fault_comes_before_a_comparison(program, tmp_path):
   run = Run(program, tmp_path / "decisions.jsonl")(FAULT)
   run(4, happen=WRONG)(EVERY * 2 - 4)
@@ -185,17 +221,18 @@ def test_what_a_hook_wants_tried_is_done_only_if_it_wins(program, asked, rate, w
 
 
 @pytest.mark.parametrize(
-  ("mode", "action", "why"),
+  "action",
   [
-    ("observe", SetWeightDecay(0.5), "needs orchestrator.mode=act"),
-    ("act", Rollback(), "cannot be compared"),
-    ("act", SaveCheckpoint(), "cannot be compared"),
-    ("act", ChangeSettings((("num_steps", 9),)), "cannot be compared"),
+    Rollback(),
+    SaveCheckpoint(),
+    ChangeSettings((("num_steps", 9),)),
+    GrowBatch(2),
+    EndRun(),
   ],
 )
-def test_what_can_never_be_tried_is_an_error(mode, action, why):
-  cfg = tiny_config({"orchestrator.mode": mode, "orchestrator.check_interval": 5})
-  with pytest.raises(ValueError, match=why):
+def test_what_can_never_be_tried_is_an_error(action):
+  cfg = tiny_config({"orchestrator.mode": "act", "orchestrator.check_interval": 5})
+  with pytest.raises(ValueError, match="cannot be compared"):
     Requests(cfg).add(Request(action, "comparison"), step=0)
 
 

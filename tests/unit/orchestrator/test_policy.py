@@ -1,5 +1,6 @@
 """What the policy concludes from each kind of reading, what it does, and when it keeps still."""
 
+import dataclasses
 import itertools
 import json
 import math
@@ -22,6 +23,9 @@ from readings import (
 
 from ats_jax.config.schema import OrchestratorConfig
 from ats_jax.orchestrator.actions import (
+  KINDS,
+  EndRun,
+  FullPrecision,
   RecycleExpert,
   Repeat,
   Rollback,
@@ -134,7 +138,25 @@ def test_without_a_probe_only_what_is_certain_is_mended():
   assert looks.actions == [Rollback()]
 
 
+def test_steps_that_break_in_8_bits_are_made_without_them():
+  looks = looks_of(eight_bits=True)
+  judgement = looks(**NAN_GRADIENT)
+  assert [(d.action, d.cause) for d in judgement.decisions] == [(FullPrecision(), "system")]
+  assert looks(**NAN_GRADIENT).stale  # of steps before it
+
+
 # ---- a held-out loss that rises
+
+
+@pytest.mark.parametrize(("loss", "wins"), [(2.1, True), (2.995, False)])
+def test_8_bits_are_switched_off_if_that_wins(loss, wins):
+  looks = looks_of(eight_bits=True)
+  proposal = looks(**WORSE).proposal
+  alone, back = (FullPrecision(),), (Rollback(), FullPrecision())
+  assert [arm.actions for arm in proposal.arms[2:4]] == [alone, back]
+  judgement = looks.compared(ended(proposal, None, 3.0, loss, 3.0, 3.0, 3.0))
+  assert [d.action for d in judgement.decisions] == ([FullPrecision()] if wins else [])
+  assert looks.policy.best == ({} if wins else {"": 3.0})  # losses in 8 bits are other ones
 
 
 def test_a_rise_starts_one_comparison_and_names_what_it_may_be(looks):
@@ -308,7 +330,63 @@ def test_a_dead_expert_is_recycled_unless_that_does_harm():
     assert [d.action for d in judgement.decisions] == ([RecycleExpert(3, 1)] if wins else [])
 
 
+# ---- evaluations that do not improve
+
+PATIENT = OrchestratorConfig(mode="act", check_interval=INTERVAL, patience=2)
+
+
+def evaluated(looks, *losses):
+  return looks(evaluated=losses).decisions
+
+
+def test_a_run_that_does_not_improve_for_long_ends():
+  looks = looks_of(cfg=PATIENT)
+  for losses in ((3.0,), (2.0, 2.1), (), (1.9,), (1.95,), ()):
+    assert not evaluated(looks, *losses)
+  (decision,) = evaluated(looks, math.nan)
+  step = (looks.number + 1) * INTERVAL
+  assert isinstance(decision.action, EndRun) and decision.action.settings == (("num_steps", step),)
+  assert (decision.cause, looks.policy.best_eval) == ("patience", 1.9)
+  assert not evaluated(looks, 2.0) and evaluated(looks, 2.0)  # as advice, where it only observes
+
+
+@pytest.mark.parametrize("terms", [{}, {"cfg": PATIENT, "warmup": 10**6}])
+def test_without_patience_or_in_the_warm_up_no_run_ends(terms):
+  looks = looks_of(**terms)
+  assert not evaluated(looks, 2.0, *[3.0] * 9)
+
+
 # ---- requests
+
+
+def made(kind):
+  """An action of a kind, with ones for what it must be given."""
+  needed = [f for f in dataclasses.fields(kind) if f.default is dataclasses.MISSING]
+  return kind(*(1 for _ in needed))
+
+
+KINDS_OF_HOOKS = [kind for kind in KINDS.values() if made(kind).can_be_asked_for]
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_HOOKS)
+def test_each_action_is_done_on_request_but_not_while_something_is_wrong(looks, kind):
+  action = made(kind)
+  judgement = looks(request=Request(action), **WORSE)
+  assert not judgement.decisions and judgement.finding is not None
+  looks.compared(ended(judgement.proposal, None, 4.0, waiting=2.5))
+  looks(SPAN_LOOKS)
+  assert [d.action for d in looks(request=Request(action)).decisions] == [action]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS_OF_HOOKS if kind.can_be_tried])
+@pytest.mark.parametrize(("loss", "wins"), [(1.99, True), (1.999, False)])
+def test_each_action_that_is_tried_is_done_only_if_it_wins(looks, kind, loss, wins):
+  action = made(kind)
+  proposal = looks(request=Request(action, "comparison")).proposal
+  assert not looks.actions
+  judgement = looks.compared(ended(proposal, loss, waiting=2.0))
+  assert [d.action for d in judgement.decisions] == ([action] if wins else [])
+
 
 DECAY = SetWeightDecay(2.0)
 

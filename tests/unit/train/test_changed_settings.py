@@ -7,8 +7,17 @@ from train_helpers import assert_same, compiled_steps, logged, on_texts
 
 from ats_jax.checkpoint import committed_steps, load_extra, workdir
 from ats_jax.inference.load import load_run
-from ats_jax.orchestrator.actions import SaveCheckpoint
-from ats_jax.orchestrator.actions.settings import ChangeSettings, decay_now, grow_batch
+from ats_jax.orchestrator import hooks
+from ats_jax.orchestrator.actions import (
+  ChangeSettings,
+  EndRun,
+  FullPrecision,
+  GrowBatch,
+  SaveCheckpoint,
+  SetLearningRateScale,
+  decay_now,
+)
+from ats_jax.orchestrator.policy import triggers
 from ats_jax.orchestrator.record import ledger
 from ats_jax.train.loop import train
 from ats_jax.train.run import Run
@@ -87,7 +96,7 @@ def test_decay_begins_when_a_hook_says_so(config, tmp_path, asked):
 
 def test_a_larger_batch_reads_each_row_once(config, tmp_path, asked):
   cfg = config(num_steps=32)
-  asked |= {8: grow_batch(cfg, 12)}
+  asked |= {8: GrowBatch(2)}
   assert int(train(cfg, tmp_path).step) == 22
   tokens = logged(tmp_path, "train/tokens")
   assert tokens[1] < 0.6 * tokens[20]
@@ -108,3 +117,74 @@ def test_precision_changes_and_a_checkpoint_is_saved_on_request(
     assert run.program.num.compute_dtype == "bfloat16"
   loss = logged(tmp_path, "train/loss")
   assert loss[21] == pytest.approx(loss[20], rel=0.2)
+
+
+PATIENT = {
+  "eval__every_steps": 4,
+  "checkpoint__every_steps": 4,
+  "checkpoint__keep": 1,
+  "checkpoint__keep_best": True,
+  "orchestrator__patience": 2,
+  "orchestrator__compare_share": 0.0,  # or the rate would be lowered
+}
+
+
+def test_a_run_that_does_not_improve_ends_with_its_best_kept(config, tmp_path, asked, monkeypatch):
+  """From some step on the rate is so high that no evaluation is as good as those before."""
+  cfg = config(num_steps=60, optimizer__learning_rate=0.1, **PATIENT)
+  asked |= {16: SetLearningRateScale(32.0)}
+  whole, killed = tmp_path / "whole", tmp_path / "killed"
+  state = train(cfg, whole)
+  end = int(state.step)
+  losses = logged(whole, "eval/loss")
+  best = min(losses, key=lambda step: losses[step])
+  assert end < 60 and end - best >= 2 * 4
+  assert committed_steps(whole / workdir.CHECKPOINTS) == [best, end]
+  (decision,) = [d for _, d in ledger.decisions(whole / workdir.DECISIONS) if d.cause == "patience"]
+  assert isinstance(decision.action, EndRun)
+  assert ledger.replay(whole / workdir.DECISIONS) == ledger.decisions(whole / workdir.DECISIONS)
+  assert int(train(cfg, whole).step) == end  # the same command: it is complete
+
+  finish_update = Run.finish_update
+
+  def dying(run, step, *args):
+    if step == end - 1:
+      raise Killed
+    finish_update(run, step, *args)
+
+  with monkeypatch.context() as patch, pytest.raises(Killed):
+    patch.setattr(Run, "finish_update", dying)
+    train(cfg, killed)
+  assert_same(train(cfg, killed).model, state.model)
+  assert committed_steps(killed / workdir.CHECKPOINTS) == [best, end]
+  asked_for = dataclasses.replace(cfg, num_steps=end + 2)
+  assert int(train(asked_for, whole).step) == end + 2  # who sets it anew has the last word
+
+
+def test_patience_needs_what_keeps_the_best(config):
+  with pytest.raises(ValueError, match=r"needs checkpoint\.keep_best"):
+    config(num_steps=60, **PATIENT | {"checkpoint__keep_best": False})
+  with pytest.raises(ValueError, match=r"eval\.every_steps=6 is no multiple of .*steps=4"):
+    config(num_steps=60, **PATIENT | {"eval__every_steps": 6})
+
+
+@pytest.mark.parametrize("wins", [True, False])
+def test_8_bits_are_tried_without_and_stay_off_if_that_wins(
+  config, tmp_path, asked, monkeypatch, wins
+):
+  monkeypatch.setattr(triggers, "HOOK_GAIN", -100.0 if wins else 100.0)
+  compiled = compiled_steps(monkeypatch)
+  asked |= {8: hooks.Try(FullPrecision())}
+  cfg = config(num_steps=24, model__num_layers=3, precision__fp8=True)
+  train(cfg, tmp_path)
+  path = tmp_path / workdir.DECISIONS
+  (row,) = [row for row in ledger.read_lines(path) if row["kind"] == "comparison"]
+  assert row["made"] == 2 * LOOK and row["scores"][0]["held"] != row["waiting"]["held"]
+  made = ledger.decisions(path)
+  assert [decision.action for _, decision in made] == ([FullPrecision()] if wins else [])
+  assert made == ledger.replay(path)
+  changes = load_extra(tmp_path / workdir.CHECKPOINTS, 24)["settings"]
+  assert changes == ({"precision.fp8": [True, False]} if wins else {})
+  assert compiled[-1][0].precision.fp8 != wins
+  train(dataclasses.replace(cfg, num_steps=25), tmp_path)  # the same command, for longer
+  assert compiled[-1][0].precision.fp8 != wins
