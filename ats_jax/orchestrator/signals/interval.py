@@ -15,6 +15,27 @@ SCALES = ("reflex/grad_scale", "reflex/rate_scale")  # 1 if all is well
 Sums = tuple[jax.Array, ...]  # what an eval step returned for each part of the probe
 
 
+class RowsRead(NamedTuple):
+  """How far the loader was after some updates: `row` training rows were read up to `step`."""
+
+  step: int
+  row: int
+
+
+class SourceLoss(NamedTuple):
+  """A source in an interval of steps.
+
+  Attributes:
+    loss: nats per token.
+    error: its standard error, by the steps.
+    share: of the interval's tokens.
+  """
+
+  loss: float
+  error: float
+  share: float
+
+
 class Fault(NamedTuple):
   """A certain fault: two quantities that must be equal differ.
 
@@ -55,6 +76,8 @@ class Reading(NamedTuple):
     tensor: the name of the first of them.
     miscounted: by how much the optimizer's count of updates was off, at most.
     faults: certain faults, the worst first.
+    sources: of each source with tokens (`sources.SourceLoss`): loss, its standard error, share.
+    looked: further metrics of the look, by name.
   """
 
   first: int
@@ -78,18 +101,13 @@ class Reading(NamedTuple):
   tensor: str = ""
   miscounted: int = 0
   faults: tuple[Fault, ...] = ()
+  sources: Mapping[str, SourceLoss] = {}
+  looked: Mapping[str, float] = {}
 
   @property
   def probe(self) -> float:
     """Loss on all held-out text; NaN if it was not scored."""
     return self.held.get("", float("nan"))
-
-
-class RowsRead(NamedTuple):
-  """How far the loader was after some updates: `row` training rows were read up to `step`."""
-
-  step: int
-  row: int
 
 
 class Pending(NamedTuple):
@@ -104,6 +122,7 @@ class Pending(NamedTuple):
     loads: moe/load of each step, if experts are watched.
     read: position of the loop in the data after the last step; None = unknown.
     again: sums of a second score of the same weights, at a pause; None = there is none.
+    copies: what comparing copies of these weights comes to (`Copies`); None = not compared.
   """
 
   step: int
@@ -114,6 +133,7 @@ class Pending(NamedTuple):
   loads: list[jax.Array]
   read: RowsRead | None = None
   again: Sums | None = None
+  copies: jax.Array | None = None
 
 
 def sum_up(
@@ -154,12 +174,33 @@ def sum_up(
     wrong=int(np.sum(column["reflex/wrong"])),
     tensor=_first_wrong(column, tensors),
     miscounted=int(np.max(column["reflex/miscounted"])),
+    sources=source_losses(column),
   )
 
 
 def _first_wrong(column: Mapping[str, np.ndarray], tensors: Sequence[str]) -> str:
   hit = np.flatnonzero(column["reflex/wrong"] > 0)
   return tensors[int(column["reflex/wrong_tensor"][hit[0]])] if hit.size and tensors else ""
+
+
+def source_losses(column: Mapping[str, np.ndarray]) -> dict[str, SourceLoss]:
+  """What the steps of an interval report by source; sources with tokens in fewer than two are out.
+
+  Args:
+    column: name of a metric -> [steps].
+  """
+  found = {}
+  for metric, tokens in column.items():
+    name = metric.removeprefix("train/").removesuffix("/tokens")
+    if metric != f"train/{name}/tokens":
+      continue
+    losses = column[f"train/{name}/loss"]
+    here = np.isfinite(losses) & (tokens > 0.0)
+    if np.sum(here) > 1:
+      loss = float(np.average(losses[here], weights=tokens[here]))
+      error = float(np.std(losses[here], ddof=1) / np.sqrt(np.sum(here)))
+      found[name] = SourceLoss(loss, error, float(np.sum(tokens) / np.sum(column["train/tokens"])))
+  return found
 
 
 def probe_loss(sums: Sums | np.ndarray) -> float:

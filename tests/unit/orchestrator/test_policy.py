@@ -15,6 +15,7 @@ from readings import (
   MEANS,
   NAN_GRADIENT,
   NAN_STATE,
+  UNEQUAL_COPIES,
   WORSE,
   Looks,
   reading,
@@ -73,6 +74,7 @@ def ended(proposal, *losses, waiting=3.0):
   [
     (NAN_STATE, "state", [Rollback()]),
     (BAD_STATE, "state", [Rollback()]),
+    (UNEQUAL_COPIES, "state", [Rollback()]),  # they stay unequal
     (EDITED, "state", []),  # to go back would cost more than it did
     ({"miscounted": 3}, "state", []),
     (NAN_GRADIENT, "system", []),
