@@ -50,6 +50,11 @@ SOURCE_MARGIN = 0.05  # nats above it; less is not worth a word
 SOURCE_SIGMAS = 6.0  # standard errors above it: some sources have few rows, and long tails
 SHARE_RATIO = 1.5  # between shares of a source: with another one it is learnt and forgotten anew
 
+# Logits of attention.
+LARGE_LOGIT = 100.0  # where arXiv:2507.20534 holds them; some published models have larger ones
+VERY_LARGE_LOGIT = 1000.0  # attention looks at one token then, and its gradients vanish
+LOGIT_GROWTH = 2.0  # times those at the reference
+
 # Experts.
 STARVED_LOOKS = 10  # in a row next to no tokens: the expert is dead
 CROWDED_LOOKS = 10  # in a row above CROWDED_SHARE: no balance mends that

@@ -6,6 +6,7 @@ checkpoint, where the loop waits anyway, is everything read.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
@@ -40,6 +41,7 @@ from ats_jax.orchestrator.signals.health import (
   REMEMBERED_LOOKS,
   Cause,
   far_probe,
+  grown_logits,
   health_of,
   risen,
 )
@@ -177,6 +179,7 @@ class Supervisor(Watcher):
     self._copies.begin(state.model)
     if self._probe is not None:  # compiled here, not in the middle of training
       self._probe.begin(self._program, state.model, self._program.rules(step))
+      self._probe.logits(state.model, self._program.rules(step))
     self._begin = rows_read(self._loop, step)
     if self._program.cfg.moe.spare_experts:
       self._experts = OpenExperts(self._program.cfg, state)
@@ -208,6 +211,7 @@ class Supervisor(Watcher):
     self._program = program
     if self._probe is not None:
       jax.block_until_ready(self._probe.score(program, state.model, program.rules(step)))
+      self._probe.logits(state.model, program.rules(step))
 
   def after(self, step: int, state: TrainState, metrics: StepMetrics) -> TrainState:
     """Take in the results of update `step`; returns the state with which to go on.
@@ -297,14 +301,23 @@ class Supervisor(Watcher):
 
   def _interval(self, step: int, state: TrainState, *, pause: bool = False) -> Pending:
     rows, loads, self._rows, self._loads = self._rows, self._loads, [], []
-    rules, probe = self._program.rules(step), None
+    rules, probe, logits = self._program.rules(step), None, None
     if self._probe is not None and (pause or step > self.policy.acted_step):
       probe = self._scorer(rules)(state.model)
+      logits = self._probe.logits(state.model, rules)
     assert self._copies is not None, "it was started"
     copies = self._copies.begin(state.model)
     host = self._clock.lap(len(rows))
     return Pending(
-      step, rows, probe, rules, host, loads, rows_read(self._loop, step), copies=copies
+      step,
+      rows,
+      probe,
+      rules,
+      host,
+      loads,
+      rows_read(self._loop, step),
+      logits=logits,
+      copies=copies,
     )
 
   def _scorer(self, rules: Pass) -> Callable[[Decoder], Sums]:
@@ -322,9 +335,7 @@ class Supervisor(Watcher):
       held = self._probe.losses(interval.probe)
     reading = sum_up(self._names, interval.step, rows, held, self._tensors)
     reading = reading._replace(faults=self._faults(interval, rows))
-    if interval.copies is not None:
-      odd = float(np.count_nonzero(interval.copies))
-      reading = reading._replace(looked={"orchestrator/odd_copies": odd})
+    reading = reading._replace(**_looked(interval))
     if self._probe is not None:
       reading = reading._replace(rules=dataclasses.astuple(interval.rules))
     if self._experts is not None:
@@ -337,6 +348,7 @@ class Supervisor(Watcher):
     self._laps = [*self._laps, interval.host][-REMEMBERED_LOOKS:]
     self._readings += held is not None
     further = [*(far_probe(reading) if self._readings in COMPARED else ()), *risen(judgement.above)]
+    further += grown_logits(reading.logits, self.policy.logits[1], self.policy.logits[0])
     further += [self._cause_of(rise, interval, rows) for rise in judgement.rises]
     health = health_of(reading.means, reading.nonfinite, judgement.finding, self._laps, further)
     self._teller.note(
@@ -469,9 +481,8 @@ class Supervisor(Watcher):
     self._snapshots.return_to(step if ended.origin is None else ended.origin)
     self._restored_step = self._changed_step = step
     if self._pending is not None:
-      self._pending = self._pending._replace(
-        probe=None, copies=None
-      )  # they were of the arm that lost
+      # They were of the arm that lost.
+      self._pending = self._pending._replace(probe=None, logits=None, copies=None)
     if self._experts is not None:
       self._experts = OpenExperts(self._program.cfg, ended.state)
     for decision in judgement.decisions:
@@ -518,6 +529,18 @@ class Supervisor(Watcher):
       return snapshot.step, snapshot.resume()
     restored = None if self._restore is None else self._restore()
     return None if restored is None else restored[:2]
+
+
+def _looked(interval: Pending) -> dict[str, Any]:
+  """Fields of a reading that are of the weights after an interval; waits for them."""
+  metrics, logits = dict[str, float](), ()
+  if interval.logits is not None:
+    logits = tuple(np.asarray(interval.logits).tolist())
+    if (largest := max(logits)) > -math.inf:
+      metrics["orchestrator/attention_logit"] = largest
+  if interval.copies is not None:
+    metrics["orchestrator/odd_copies"] = float(np.count_nonzero(interval.copies))
+  return {"looked": metrics, "logits": logits}
 
 
 def _takes_up(judgement: Judgement, request: Request) -> bool:

@@ -187,6 +187,8 @@ def _decide_interval(
   is_worse = not reading.sound or any(worse.values())
   finding, proposal, wanted = _certain(reading), None, list[Wanted]()
   rises = _rises(policy, reading, worse)
+  if reading.logits and not policy.logits[1] and reading.step >= _first_steps(terms):
+    policy = policy._replace(logits=(reading.step, reading.logits))
   policy = _remember(policy, reading, rises, calm=finding is None and not is_worse)
   if finding is not None:
     remedies = _remedies(policy, reading, finding, step, is_worse=is_worse)
@@ -310,8 +312,7 @@ def _well(
   terms: Terms, policy: PolicyState, reading: Reading, request: Request | None
 ) -> tuple[PolicyState, Proposal | None]:
   """What may be tried in a run that is well."""
-  first_steps = max(terms.warmup, FIRST_LOOKS * terms.cfg.check_interval)
-  if policy.start is not None and reading.step >= first_steps:
+  if policy.start is not None and reading.step >= _first_steps(terms):
     proposal = triggers.too_fast(policy, reading)
     if proposal is None or policy.acted_step:  # what changed the state since would be lost
       policy = policy._replace(start=None)
@@ -324,6 +325,11 @@ def _well(
   if terms.cfg.raise_learning_rate and "" in policy.history:
     return policy, triggers.higher_rate(policy, reading, terms.peak)
   return policy, None
+
+
+def _first_steps(terms: Terms) -> int:
+  """Steps in which nothing is usual yet."""
+  return max(terms.warmup, FIRST_LOOKS * terms.cfg.check_interval)
 
 
 def _allowed(

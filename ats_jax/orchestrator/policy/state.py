@@ -109,6 +109,7 @@ class PolicyState(NamedTuple):
     ladder: the last looks with a rollback, the newest last.
     rests: trigger -> looks that it rests after its next lost comparison, and until which look.
     made_again: updates that comparisons have made beside the run's own.
+    logits: a step behind the warm-up, and the largest attention logit of each layer then.
     sources: name of a source -> its last training losses and shares, the newest last (HISTORY).
     start: norm of the first weights, and the largest relative update since; None once judged.
   """
@@ -126,6 +127,7 @@ class PolicyState(NamedTuple):
   ladder: tuple[int, ...] = ()
   rests: Mapping[str, tuple[int, int]] = {}
   made_again: int = 0
+  logits: tuple[int, tuple[float, ...]] = (0, ())
   sources: Mapping[str, History] = {}
   start: tuple[float, float] | None = (0.0, 0.0)
 
@@ -160,6 +162,7 @@ class PolicyState(NamedTuple):
         name: tuple(map(tuple, looks)) for name, looks in fields.get("sources", {}).items()
       },
       "rules": tuple(fields["rules"]),
+      "logits": (fields.get("logits", (0, ()))[0], tuple(fields.get("logits", (0, ()))[1])),
       "ladder": tuple(fields["ladder"]),
       "start": None if start is None else tuple(start),
     })  # fmt: skip

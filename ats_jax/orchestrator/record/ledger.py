@@ -194,7 +194,7 @@ def encode(value: Any) -> Any:
 def decode(fields: Mapping[str, Any]) -> Reading:
   """The reading that `encode` wrote."""
   number = lambda x: float(x) if isinstance(x, str) else x
-  unquoted = ("means", "held", "looked", "sources", "tensor")
+  unquoted = ("means", "held", "logits", "looked", "sources", "tensor")
   values: dict[str, Any] = {name: number(x) for name, x in fields.items() if name not in unquoted}
   values["tensor"] = fields["tensor"]
   for name in ("means", "held", "looked"):
@@ -203,6 +203,7 @@ def decode(fields: Mapping[str, Any]) -> Reading:
   values["sources"] = {name: SourceLoss(*map(number, parts)) for name, parts in sources.items()}
   values["starved"] = tuple((layer, expert) for layer, expert in fields["starved"])
   values["rules"] = tuple(fields["rules"])
+  values["logits"] = tuple(map(number, fields.get("logits", ())))
   values["faults"] = tuple(Fault(*parts) for parts in fields["faults"])
   return Reading(**values)
 

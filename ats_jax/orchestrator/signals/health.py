@@ -5,6 +5,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Self
 
+from ats_jax.orchestrator.constants import LARGE_LOGIT, LOGIT_GROWTH, VERY_LARGE_LOGIT
 from ats_jax.orchestrator.policy.state import Finding
 from ats_jax.orchestrator.signals.interval import Reading
 
@@ -143,6 +144,20 @@ def far_probe(reading: Reading) -> list[Cause]:
     "of another kind than the training text? (data.validation_paths, python -m ats_jax data stats)"
   )
   return [Cause("held-out text", 1, says)]
+
+
+def grown_logits(logits: Sequence[float], usual: Sequence[float], since: int) -> list[Cause]:
+  """Whether attention logits are large and have grown; `usual` are those at step `since`."""
+  pairs = enumerate(zip(logits, usual, strict=False))
+  grown = [(now, now / max(was, 1.0), layer) for layer, (now, was) in pairs if math.isfinite(now)]
+  grown = [found for found in grown if found[1] >= LOGIT_GROWTH]
+  now, times, layer = max(grown, default=(0.0, 0.0, 0))
+  level = (now >= LARGE_LOGIT) + (now >= VERY_LARGE_LOGIT)
+  says = (
+    f"largest attention logit {now:.3g} in layer {layer}, {times:.2g}x since step {since:,} "
+    "(model.qk_norm or a lower rate holds them)"
+  )
+  return [Cause("attention logits", level, says)] if level else []
 
 
 def risen(above: float) -> list[Cause]:

@@ -77,6 +77,8 @@ class Reading(NamedTuple):
     miscounted: by how much the optimizer's count of updates was off, at most.
     faults: certain faults, the worst first.
     sources: of each source with tokens (`sources.SourceLoss`): loss, its standard error, share.
+    logits: the largest logit of attention in each layer with the weights after `step`, on a row of
+      the probe; not finite where a layer has none; () = not measured.
     looked: further metrics of the look, by name.
   """
 
@@ -102,6 +104,7 @@ class Reading(NamedTuple):
   miscounted: int = 0
   faults: tuple[Fault, ...] = ()
   sources: Mapping[str, SourceLoss] = {}
+  logits: tuple[float, ...] = ()
   looked: Mapping[str, float] = {}
 
   @property
@@ -122,6 +125,7 @@ class Pending(NamedTuple):
     loads: moe/load of each step, if experts are watched.
     read: position of the loop in the data after the last step; None = unknown.
     again: sums of a second score of the same weights, at a pause; None = there is none.
+    logits: see `Reading.logits`; None = not measured.
     copies: what comparing copies of these weights comes to (`Copies`); None = not compared.
   """
 
@@ -133,6 +137,7 @@ class Pending(NamedTuple):
   loads: list[jax.Array]
   read: RowsRead | None = None
   again: Sums | None = None
+  logits: jax.Array | None = None
   copies: jax.Array | None = None
 
 
