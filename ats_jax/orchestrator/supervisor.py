@@ -350,7 +350,8 @@ class Supervisor(Watcher):
     further = [*(far_probe(reading) if self._readings in COMPARED else ()), *risen(judgement.above)]
     further += grown_logits(reading.logits, self.policy.logits[1], self.policy.logits[0])
     further += [self._cause_of(rise, interval, rows) for rise in judgement.rises]
-    health = health_of(reading.means, reading.nonfinite, judgement.finding, self._laps, further)
+    means = {**reading.means, **reading.looked}
+    health = health_of(means, reading.nonfinite, judgement.finding, self._laps, further)
     self._teller.note(
       "check", step, reading=reading._asdict(), stale=judgement.stale, health=health._asdict(),
       host=interval.host, request=None if request is None else request.to_json(),

@@ -3,11 +3,13 @@
 import dataclasses
 
 import canonical
+import jax
 import numpy as np
 from helpers import counting_rows, make_test_mesh, micro_batches, with_flipped_bit
 
 from ats_jax.orchestrator.actions import Rollback
 from ats_jax.orchestrator.record import ledger
+from ats_jax.orchestrator.signals.copies import Copies
 from ats_jax.orchestrator.supervisor import Supervisor
 from ats_jax.sharding.mesh import on_mesh, to_global
 from ats_jax.step.program import make_program
@@ -41,3 +43,12 @@ def test_the_copy_of_one_device_is_named_and_taken_back(tmp_path):
     shards = state.model.final_norm.scale[...].addressable_shards
     assert len({np.asarray(shard.data).tobytes() for shard in shards}) == 1
   assert ledger.replay(path) == supervisor.decisions
+
+
+def test_copies_that_were_never_equal_are_no_fault():
+  with jax.set_mesh(make_test_mesh(2, 1, 1)):
+    copies = Copies(["embed", "head"])
+  odd, equal = np.array([0, 2]), np.array([0, 0])
+  found = [copies.faults(marks) for marks in (odd, odd, equal, odd, None)]
+  assert [len(faults) for faults in found] == [0, 0, 0, 1, 0]
+  assert found[3][0].reason.startswith("the copies of head are not equal: that of")

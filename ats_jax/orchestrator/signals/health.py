@@ -85,6 +85,7 @@ LIMITS = (
   Limit("train/z", 100.0, 2500.0, "the logits grow (step.z_loss holds them)"),
   Limit("reflex/skipped", 0.1, 0.5, "updates are left out"),
   Limit("reflex/held", 10.0, math.inf, "the learning rate exceeds its schedule and is held"),
+  Limit("orchestrator/odd_copies", 1.0, math.inf, "devices hold unequal copies of weights"),
   Limit("moe/max_violation", 2.0, 6.0, "experts are loaded unevenly"),
   Limit("moe/min_load", 0.05, 0.0, "an expert gets next to no tokens", low=True),
   Limit("moe/dropped", 0.05, 0.3, "choices find no place (moe.capacity_factor)"),
