@@ -195,7 +195,8 @@ def decode(fields: Mapping[str, Any]) -> Reading:
   """The reading that `encode` wrote."""
   number = lambda x: float(x) if isinstance(x, str) else x
   unquoted = ("means", "held", "logits", "looked", "sources", "tensor")
-  values: dict[str, Any] = {name: number(x) for name, x in fields.items() if name not in unquoted}
+  plain = (name for name in fields if name in Reading._fields and name not in unquoted)
+  values: dict[str, Any] = {name: number(fields[name]) for name in plain}
   values["tensor"] = fields["tensor"]
   for name in ("means", "held", "looked"):
     values[name] = {key: number(x) for key, x in fields.get(name, {}).items()}

@@ -7,9 +7,7 @@ import jax
 import numpy as np
 
 from ats_jax.model.forward_pass import Pass
-from ats_jax.step.reflex import SURPRISE_SIGMAS
 
-RECENT = 8  # last steps of an interval, which tell how things stand now
 SCALES = ("reflex/grad_scale", "reflex/rate_scale")  # 1 if all is well
 
 Sums = tuple[jax.Array, ...]  # what an eval step returned for each part of the probe
@@ -57,14 +55,12 @@ class Reading(NamedTuple):
     first: first step.
     step: last step.
     loss: median over the steps in which it was finite; NaN if in none.
-    recent_z: median sigmas of the loss in the last steps.
     held: loss on held-out text (the probe) with the weights after `step`: domain -> nats per token,
       "" is all of it; empty if it was not scored.
     sound: whether weights and the held-out loss are finite after `step`.
     nonfinite: with a loss or gradient that was not finite.
     broken: number of such steps in a row at the end of the interval.
     skipped: whose update was left out, as something was not finite.
-    surprising: whose loss was far above what is usual.
     shrunk: in which a tensor's gradient was.
     held_steps: in a row at the end whose learning rate was held.
     learning_rate: the schedule's rate at the end, without the policy's own factor.
@@ -85,13 +81,11 @@ class Reading(NamedTuple):
   first: int
   step: int
   loss: float
-  recent_z: float
   held: Mapping[str, float]
   sound: bool
   nonfinite: int
   broken: int
   skipped: int
-  surprising: int
   shrunk: int
   held_steps: int
   learning_rate: float
@@ -164,13 +158,11 @@ def sum_up(
     first=last_step - len(rows) + 1,
     step=last_step,
     loss=_median(column["train/loss"]),
-    recent_z=_median(column["reflex/z_loss"][-RECENT:]),
     held=held or {},
     sound=bool(weights_are_finite and np.isfinite([*(held or {}).values()]).all()),
     nonfinite=int(np.sum(column["reflex/broken"] > 0)),
     broken=int(last["reflex/broken"]),
     skipped=int(np.sum(column["reflex/skipped"])),
-    surprising=int(np.sum(column["reflex/z_loss"] > SURPRISE_SIGMAS)),
     shrunk=int(np.sum(column["reflex/grad_scale"] < 1.0)),
     held_steps=int(last["reflex/held"]),
     learning_rate=last["train/scheduled_rate"],

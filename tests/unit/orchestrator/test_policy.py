@@ -364,7 +364,7 @@ def test_whatever_happens_it_stays_within_its_bounds(faults, loss):
 def test_a_clean_run_is_left_alone(noise):
   looks = Looks()
   for z in noise:
-    looks(probe=2.0 + 0.003 * z, recent_z=z / 2.0, loss=2.0 + 0.02 * z)
+    looks(probe=2.0 + 0.003 * z, loss=2.0 + 0.02 * z)
   assert not looks.actions and not looks.proposals
   assert all(judgement.good for judgement in looks.judgements)
 
