@@ -1,16 +1,25 @@
 """A source whose training loss rises: what is said of it, and what is compared."""
 
+import dataclasses
 import math
 
+import canonical
+import jax
 import numpy as np
 import pytest
+from fed import BATCH, Run
+from helpers import counting_rows
 from readings import ACT, Looks
 
+from ats_jax.config.schema.setting import Table
+from ats_jax.data.batch import SOURCE
 from ats_jax.data.rows.origin import Origin
 from ats_jax.orchestrator.constants import SETTLING_LOOKS, SOURCE_LOOKS
-from ats_jax.orchestrator.policy.triggers import SOURCE
+from ats_jax.orchestrator.policy import triggers
 from ats_jax.orchestrator.signals.interval import RowsRead, SourceLoss, source_losses
 from ats_jax.orchestrator.signals.sources import where
+from ats_jax.step.by_source import BySource
+from ats_jax.step.program import make_program
 
 HELD = {"": 2.0, "code": 2.0, "web": 2.0}
 NO_HELD = {"": 2.0}
@@ -38,13 +47,13 @@ def test_its_held_out_text_tells_the_text_from_the_model(worse, says):
   assert "source code: training loss 2.6, before 2" in rise.says and says in rise.says
   # The held-out text alone decides about comparisons.
   assert (judgement.proposal is not None) == worse and not found.actions
-  assert judgement.proposal is None or judgement.proposal.trigger != SOURCE
+  assert judgement.proposal is None or judgement.proposal.trigger != triggers.SOURCE
 
 
 def test_without_held_out_text_going_on_is_compared_with_going_back():
   found = looks(held=NO_HELD)
   judgement = found(**seen(code=2.6, held=NO_HELD))
-  assert judgement.proposal.trigger == SOURCE and not found.actions
+  assert judgement.proposal.trigger == triggers.SOURCE and not found.actions
   assert "its text changed, or the model got worse" in judgement.finding.reason
   assert all(arm.remembers and arm.sigmas == 0.0 for arm in judgement.proposal.arms)
   assert found(2, **seen(code=2.6, held=NO_HELD)).proposal is None  # one at a time
@@ -113,3 +122,31 @@ def test_rows_and_files_of_the_worst_step_are_named():
     "4 at the worst in step 29, rows 492 to 495 of the source (a.txt:985, b.txt:987, a.txt:989 "
     "and 1 more)"
   )
+
+
+@pytest.mark.thorough
+def test_a_run_says_which_rows_of_which_files(tmp_path):
+  cfg, written = canonical.config("dense", canonical.SUPERVISED), []
+  cfg = dataclasses.replace(
+    cfg,
+    data=dataclasses.replace(cfg.data, sources=Table(web=("web",), code=("code",))),
+    orchestrator=dataclasses.replace(cfg.orchestrator, mode="observe"),
+  )
+  source = np.repeat([[0], [1]], BATCH // 2, axis=0) * np.ones((1, cfg.data.seq_len), np.int32)
+
+  def rows(step, noise=False):
+    is_noise = noise & (source == 1)
+    usual, other = counting_rows(step), counting_rows(step, noise=True)
+    return {n: np.where(is_noise, other[n], usual[n]) for n in usual} | {SOURCE: source}
+
+  with jax.set_mesh(canonical.mesh()):
+    program, path = make_program(cfg, BySource(cfg)), tmp_path / "decisions.jsonl"
+    run = Run(program, path, cfg=cfg, write=lambda step, metrics: written.append(metrics))
+    run(96, rows)(16, lambda step: rows(step, noise=True))
+    assert not run.end()
+  causes = [cause for line in run.lines("check") for cause in line["health"]["causes"]]
+  (first, *_) = [cause for cause in causes if cause.startswith("source ")]
+  assert first.startswith("source code: training loss") and "in step " in first
+  assert "rows 7" in first or "rows 8" in first  # step 97 begins at row 768
+  assert "of the source (code.txt:" in first and "web.txt" not in first
+  assert max(metrics["orchestrator/risen_sources"] for metrics in written) == 1
