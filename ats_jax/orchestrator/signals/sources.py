@@ -85,11 +85,11 @@ def where(
   end = read.row - (len(losses) - 1 - at) * batch_size
   origins = [origin(row) for row in range(end - batch_size, end)]
   own = [found for found in origins if found.parts[:1] == (source,)]
+  worst = f"{losses[at]:.3g} at the worst in step {read.step - (len(losses) - 1 - at):,}"
+  if not own:  # the loader is not where the steps say, which is a finding of its own
+    return worst
   documents = list(dict.fromkeys(name for found in own for name in found.documents))
   more = len(documents) - SHOWN_DOCUMENTS
   listed = ", ".join(documents[:SHOWN_DOCUMENTS]) + (f" and {more} more" if more > 0 else "")
-  return (
-    f"{losses[at]:.3g} at the worst in step {read.step - (len(losses) - 1 - at):,}, rows "
-    f"{own[0].row:,} to {own[-1].row:,} of the source"
-    f"{f' ({listed})' if documents else ''}"
-  )
+  of_files = f" ({listed})" if documents else ""
+  return f"{worst}, rows {own[0].row:,} to {own[-1].row:,} of the source{of_files}"

@@ -122,6 +122,8 @@ def test_rows_and_files_of_the_worst_step_are_named():
     "4 at the worst in step 29, rows 492 to 495 of the source (a.txt:985, b.txt:987, a.txt:989 "
     "and 1 more)"
   )
+  elsewhere = lambda row: Origin(("web",), row, ())
+  assert where("code", names, rows, RowsRead(30, 1000), 8, elsewhere) == says.split(",")[0]
 
 
 @pytest.mark.thorough
