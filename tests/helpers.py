@@ -166,6 +166,23 @@ def named_leaves(tree: Any) -> dict[str, Any]:
   return {jax.tree_util.keystr(p): x for p, x in jax.tree_util.tree_leaves_with_path(tree)}
 
 
+def with_flipped_bit(tree: Any, name: str, device: Any, layer: int = 0) -> Any:
+  """`tree` in which one device's copy of a tensor differs from the others in one bit."""
+
+  def flip(path, x):
+    if name not in jax.tree_util.keystr(path):
+      return x
+    shards = []
+    for shard in x.addressable_shards:
+      value = np.array(shard.data)
+      if shard.device == device:
+        value.reshape(len(value), -1)[layer].view(np.uint32)[0] ^= 1
+      shards.append(jax.device_put(value, shard.device))
+    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards)
+
+  return jax.tree_util.tree_map_with_path(flip, tree)
+
+
 def assert_trees_equal(got: Any, want: Any) -> None:
   """Compare all arrays of two trees, bit for bit but for NaN."""
   for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):

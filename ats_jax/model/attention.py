@@ -88,13 +88,7 @@ class Attention(nnx.Module):
     Returns:
       The output [batch, seq, d_model] and the extended cache (None without one).
     """
-    q_BTNH, k_BSKH, v_BSKH = project(x_BTD, (self.q, self.k, self.v), fp8=fp8)
-    if self.q_norm is not None and self.k_norm is not None:
-      q_BTNH, k_BSKH = self._normal(q_BTNH, self.q_norm), self._normal(k_BSKH, self.k_norm)
-    if self.stretch != 1.0:
-      q_BTNH *= self.stretch
-    q_BTNH = rope(q_BTNH, table, self.num.kernels)
-    k_BSKH = rope(k_BSKH, table, self.num.kernels)
+    q_BTNH, k_BSKH, v_BSKH = self.heads(x_BTD, table, fp8=fp8)
     sinks_N = None if self.sinks is None else self.sinks[...].astype(self.wide)
     if cache is None:
       assert segment_ids_BT is not None
@@ -124,6 +118,19 @@ class Attention(nnx.Module):
       )
       cache = KVCache(*updated)
     return checkpoint_name(self.out(y_BTNH, fp8=fp8), ATTENTION_OUT), cache
+
+  def heads(
+    self, x_BTD: jax.Array, table: RopeTable, *, fp8: bool = False
+  ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Compute queries, keys and values, [batch, seq, heads, head_dim], as the op takes them."""
+    q_BTNH, k_BSKH, v_BSKH = project(x_BTD, (self.q, self.k, self.v), fp8=fp8)
+    if self.q_norm is not None and self.k_norm is not None:
+      q_BTNH, k_BSKH = self._normal(q_BTNH, self.q_norm), self._normal(k_BSKH, self.k_norm)
+    if self.stretch != 1.0:
+      q_BTNH *= self.stretch
+    q_BTNH = rope(q_BTNH, table, self.num.kernels)
+    k_BSKH = rope(k_BSKH, table, self.num.kernels)
+    return q_BTNH, k_BSKH, v_BSKH
 
   def empty_cache(self, shape: tuple[int, int, int], dtype: jnp.dtype) -> KVCache:
     """An empty cache; `shape` is [layers, batch, slots]."""

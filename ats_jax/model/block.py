@@ -19,7 +19,7 @@ from ats_jax.model.layers import MLP, RMSNorm
 from ats_jax.model.numerics import Numerics
 from ats_jax.model.random import Purpose, maybe_fold
 from ats_jax.model.stats import LayerStats, MoEStats
-from ats_jax.ops.attention.causal import ROW_AXES
+from ats_jax.ops.attention.causal import ROW_AXES, largest_logit
 from ats_jax.ops.rope import Scaling, rope_table
 from ats_jax.sharding.apply import draw_own_rows, reshard
 
@@ -217,6 +217,21 @@ class Block(nnx.Module):
     length = cache.kv[0].shape[1]
     return rules.places(length) if self.scope == "ffn" else length
 
+  def largest_logit(self, x_BTD: jax.Array, tokens: TokenContext) -> jax.Array:
+    """The largest logit of attention; -inf if not all tokens go through it."""
+    if self.depth is not None and self.scope == "block":
+      return jnp.full((), -jnp.inf)
+    rope, ids_BT = self._seen_by(tokens)
+    q_BTNH, k_BTKH, _ = self.attn.heads(self.attn_norm(x_BTD), rope)
+    return largest_logit(q_BTNH, k_BTKH, ids_BT, self.attn.window)
+
+  def _seen_by(self, tokens: TokenContext) -> tuple[RopeTable, jax.Array]:
+    """The rotary table and the segment ids of this layer's attention."""
+    rope = tokens.rope
+    if self.has_window and tokens.window_rope is not None:
+      rope = tokens.window_rope
+    return rope, tokens.segment_ids_BT if tokens.row_ids_BT is None else tokens.row_ids_BT
+
   def _attend(
     self,
     x_BTD: jax.Array,
@@ -225,10 +240,7 @@ class Block(nnx.Module):
     kv: Any,
     fp8: bool = False,
   ) -> tuple[jax.Array, Any]:
-    rope = tokens.rope
-    if self.has_window and tokens.window_rope is not None:
-      rope = tokens.window_rope
-    ids_BT = tokens.segment_ids_BT if tokens.row_ids_BT is None else tokens.row_ids_BT
+    rope, ids_BT = self._seen_by(tokens)
     y_BTD, kv = self.attn(
       self.attn_norm(x_BTD),
       rope,

@@ -180,6 +180,37 @@ class Decoder(nnx.Module):
       new_cache.append(extended)
     return self.final_norm(x_BTD), tuple(new_cache)
 
+  def largest_logits(
+    self, tokens_BT: jax.Array, *, positions_BT: jax.Array, segment_ids_BT: jax.Array, rules: Pass
+  ) -> jax.Array:
+    """The largest logit of each layer's attention in a pass without 8 bits, float32 [layers].
+
+    It is -inf in layers that some tokens skip. Arguments as of a call.
+    """
+    rows = row_axis(tokens_BT.shape[0])
+    tokens_BT, *of_tokens = (
+      reshard(a, rows, "seq") for a in (tokens_BT, positions_BT, segment_ids_BT)
+    )
+    tokens = tokens_at(self.cfg, *of_tokens)
+
+    def super_block(x_BTD, block_and_first):
+      block, first = block_and_first
+      logits = []
+      for place, layer in enumerate(block.layers):
+        logits.append(layer.largest_logit(x_BTD, tokens))
+        x_BTD, *_ = layer(x_BTD, tokens, rules, layer=first + place)
+      return x_BTD, tuple(logits)
+
+    x_BTD = ensure_sharding(self._lookup(tokens_BT), rows, "residual_seq", "act_embed")
+    logits, indices = list[jax.Array](), list[int]()
+    for segment, blocks in zip(self.layout, self.segments, strict=True):
+      firsts = jnp.array(segment.layer_indices(0))
+      x_BTD, of_segment = self.num.stack.scan(super_block, blocks, x_BTD, firsts)
+      for place, of_layers in enumerate(of_segment):
+        logits.append(of_layers)
+        indices += segment.layer_indices(place)
+    return jnp.concatenate(logits)[jnp.argsort(jnp.array(indices))]
+
   def empty_cache(self, batch: int, length: int, rules: Pass, dtype: jnp.dtype) -> Cache:
     """Make an empty cache for rows of up to `length` tokens.
 

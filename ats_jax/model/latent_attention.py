@@ -51,7 +51,7 @@ class LatentAttention(nnx.Module):
 
   def __init__(self, cfg: ModelConfig, num: Numerics, rngs: nnx.Rngs):
     """Draw the weights; `rngs` gives one key for each projection."""
-    self.num, self.num_rotated = num, cfg.latent_rope_dim
+    self.num, self.num_rotated, self.window = num, cfg.latent_rope_dim, None
     self.num_fixed = cfg.head_dim - cfg.latent_rope_dim
     # The op multiplies by head_dim^-1/2.
     self.stretch = cfg.attn_scale * cfg.head_dim**0.5 if cfg.attn_scale else 1.0
@@ -83,13 +83,9 @@ class LatentAttention(nnx.Module):
     fp8: bool = False,
   ) -> tuple[jax.Array, LatentCache | None]:
     """Attend within segments (training) or to a cache; arguments as in `Attention`."""
-    q_BTNH = self._queries(x_BTD, table, fp8)
-    latent_BTC, rotated_BTR = self._latents(x_BTD, table, fp8)
     if cache is None:
       assert segment_ids_BT is not None
-      made_BTNx = self.kv(latent_BTC, fp8=fp8)
-      fixed_BTNx, v_BTNV = jnp.split(made_BTNx, [self.num_fixed], axis=-1)
-      k_BTNH = jnp.concatenate([fixed_BTNx, self._for_all_heads(rotated_BTR, q_BTNH)], axis=-1)
+      q_BTNH, k_BTNH, v_BTNV = self.heads(x_BTD, table, fp8=fp8)
       y_BTNV = attention(
         q_BTNH,
         k_BTNH,
@@ -101,8 +97,21 @@ class LatentAttention(nnx.Module):
       )
     else:
       assert index_BT is not None
+      q_BTNH = self._queries(x_BTD, table, fp8)
+      latent_BTC, rotated_BTR = self._latents(x_BTD, table, fp8)
       y_BTNV, cache = self._attend_to(cache, q_BTNH, latent_BTC, rotated_BTR, index_BT)
     return checkpoint_name(self.out(y_BTNV, fp8=fp8), ATTENTION_OUT), cache
+
+  def heads(
+    self, x_BTD: jax.Array, table: Any, *, fp8: bool = False
+  ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Compute queries, keys and values, [batch, seq, heads, width], as the op takes them."""
+    q_BTNH = self._queries(x_BTD, table, fp8)
+    latent_BTC, rotated_BTR = self._latents(x_BTD, table, fp8)
+    made_BTNx = self.kv(latent_BTC, fp8=fp8)
+    fixed_BTNx, v_BTNV = jnp.split(made_BTNx, [self.num_fixed], axis=-1)
+    k_BTNH = jnp.concatenate([fixed_BTNx, self._for_all_heads(rotated_BTR, q_BTNH)], axis=-1)
+    return q_BTNH, k_BTNH, v_BTNV
 
   def _queries(self, x_BTD: jax.Array, table: Any, fp8: bool) -> jax.Array:
     if self.q_down is not None and self.q_norm is not None:

@@ -44,6 +44,17 @@ RAISE_SIGMAS = 2.0  # standard errors by which the training losses must agree, b
 RECOVERY_LOOKS = 5  # looks in a row that found nothing, after which a cut rate returns
 RECOVERY_FACTOR = 1.1  # of the learning rate, at each look of a recovery
 
+# Training losses by source.
+SOURCE_LOOKS = 6  # looks that tell what is usual: fewer do not tell the noise
+SOURCE_MARGIN = 0.05  # nats above it; less is not worth a word
+SOURCE_SIGMAS = 6.0  # standard errors above it: some sources have few rows, and long tails
+SHARE_RATIO = 1.5  # between shares of a source: with another one it is learnt and forgotten anew
+
+# Logits of attention.
+LARGE_LOGIT = 100.0  # where arXiv:2507.20534 holds them; some published models have larger ones
+VERY_LARGE_LOGIT = 1000.0  # attention looks at one token then, and its gradients vanish
+LOGIT_GROWTH = 2.0  # times those at the reference
+
 # Experts.
 STARVED_LOOKS = 10  # in a row next to no tokens: the expert is dead
 CROWDED_LOOKS = 10  # in a row above CROWDED_SHARE: no balance mends that

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from ats_jax.data.batch import POSITION
+from ats_jax.data.rows.origin import Origin
 from ats_jax.orchestrator.signals.interval import RowsRead
 from ats_jax.orchestrator.trials.compare import NextUpdates
 
@@ -13,6 +14,10 @@ class Loop(Protocol):
 
   def position(self) -> Mapping[str, Any]:
     """The loop's part of a checkpoint's `extra`: without the state and the supervisor's `saved`."""
+    ...
+
+  def origin(self, row: int) -> Origin:
+    """Where a training row of the run comes from."""
     ...
 
   def ahead(self, saved: Mapping[str, Any] | None = None) -> NextUpdates:

@@ -6,6 +6,7 @@ checkpoint, where the loop waits anyway, is everything read.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
@@ -32,12 +33,15 @@ from ats_jax.orchestrator.ports import Loop, rows_read
 from ats_jax.orchestrator.record.influence import bounded_steps, cost_of_lost_steps
 from ats_jax.orchestrator.record.ledger import check_agreement
 from ats_jax.orchestrator.record.teller import Teller, Write
+from ats_jax.orchestrator.signals.copies import Copies
 from ats_jax.orchestrator.signals.counts import Schedule, wrong_counts, wrong_position
 from ats_jax.orchestrator.signals.experts import OpenExperts
 from ats_jax.orchestrator.signals.health import (
   COMPARED,
   REMEMBERED_LOOKS,
+  Cause,
   far_probe,
+  grown_logits,
   health_of,
   risen,
 )
@@ -50,6 +54,7 @@ from ats_jax.orchestrator.signals.interval import (
   sum_up,
 )
 from ats_jax.orchestrator.signals.probe import Probe
+from ats_jax.orchestrator.signals.sources import Rise, where
 from ats_jax.orchestrator.trials.arms import Proposal
 from ats_jax.orchestrator.trials.compare import Comparison, Means
 from ats_jax.orchestrator.trials.snapshots import (
@@ -131,6 +136,7 @@ class Supervisor(Watcher):
     self._loads: list[jax.Array] = []
     self._experts: OpenExperts | None = None
     self._tensors: list[str] = []
+    self._copies: Copies | None = None
     self._pending: Pending | None = None
     self._clock, self._restored_step = Clock(totals), -1
     self._laps, self._readings = list[dict[str, float]](), 0
@@ -171,8 +177,11 @@ class Supervisor(Watcher):
     able = self.acts and has_room and self._loop is not None and self._probe is not None
     self._begin_terms(step, compares=able)
     self._tensors = tensors.names(self._program.cfg, trainable(state.model))
+    self._copies = Copies(self._tensors)
+    self._copies.begin(state.model)
     if self._probe is not None:  # compiled here, not in the middle of training
       self._probe.begin(self._program, state.model, self._program.rules(step))
+      self._probe.logits(state.model, self._program.rules(step))
     self._begin = rows_read(self._loop, step)
     if self._program.cfg.moe.spare_experts:
       self._experts = OpenExperts(self._program.cfg, state)
@@ -216,6 +225,7 @@ class Supervisor(Watcher):
       self._begin_terms(step - 1, compares=self._terms.compares)
     if self._probe is not None:
       jax.block_until_ready(self._probe.score(program, state.model, program.rules(step)))
+      self._probe.logits(state.model, program.rules(step))
 
   def after(self, step: int, state: TrainState, metrics: StepMetrics) -> TrainState:
     """Take in the results of update `step`; returns the state with which to go on.
@@ -313,11 +323,24 @@ class Supervisor(Watcher):
 
   def _interval(self, step: int, state: TrainState, *, pause: bool = False) -> Pending:
     rows, loads, self._rows, self._loads = self._rows, self._loads, [], []
-    rules, probe = self._program.rules(step), None
+    rules, probe, logits = self._program.rules(step), None, None
     if self._probe is not None and (pause or step > self.policy.acted_step):
       probe = self._scorer(rules)(state.model)
+      logits = self._probe.logits(state.model, rules)
+    assert self._copies is not None, "it was started"
+    copies = self._copies.begin(state.model)
     host = self._clock.lap(len(rows))
-    return Pending(step, rows, probe, rules, host, loads, rows_read(self._loop, step))
+    return Pending(
+      step,
+      rows,
+      probe,
+      rules,
+      host,
+      loads,
+      rows_read(self._loop, step),
+      logits=logits,
+      copies=copies,
+    )
 
   def _scorer(self, rules: Pass) -> Callable[[Decoder], Sums]:
     probe = self._probe
@@ -334,6 +357,7 @@ class Supervisor(Watcher):
       held = self._probe.losses(interval.probe)
     reading = sum_up(self._names, interval.step, rows, held, self._tensors)
     reading = reading._replace(faults=self._faults(interval, rows))
+    reading = reading._replace(**_looked(interval))
     if self._probe is not None:
       reading = reading._replace(rules=dataclasses.astuple(interval.rules))
     if self._experts is not None:
@@ -346,7 +370,10 @@ class Supervisor(Watcher):
     self._laps = [*self._laps, interval.host][-REMEMBERED_LOOKS:]
     self._readings += held is not None
     further = [*(far_probe(reading) if self._readings in COMPARED else ()), *risen(judgement.above)]
-    health = health_of(reading.means, reading.nonfinite, judgement.finding, self._laps, further)
+    further += grown_logits(reading.logits, self.policy.logits[1], self.policy.logits[0])
+    further += [self._cause_of(rise, interval, rows) for rise in judgement.rises]
+    means = {**reading.means, **reading.looked}
+    health = health_of(means, reading.nonfinite, judgement.finding, self._laps, further)
     self._teller.note(
       "check", step, reading=reading._asdict(), stale=judgement.stale, health=health._asdict(),
       host=interval.host, request=None if request is None else request.to_json(),
@@ -384,9 +411,19 @@ class Supervisor(Watcher):
     disagree = ()
     if self._probe is not None and interval.probe is not None and interval.again is not None:
       disagree = self._probe.disagreement(self._program, interval.probe, interval.again)
+    assert self._copies is not None, "it was started"
+    copies = self._copies.faults(interval.copies)
     counts = wrong_counts(self._program.cfg, self._schedule, self._names, interval.step, rows)
     elsewhere = wrong_position(self._program.cfg, self._begin, interval.read)
-    return (*elsewhere, *disagree, *counts)
+    return (*copies, *elsewhere, *disagree, *counts)
+
+  def _cause_of(self, rise: Rise, interval: Pending, rows: np.ndarray) -> Cause:
+    """What is said of a source whose training loss has risen."""
+    at = ""
+    if self._loop is not None and interval.read is not None:
+      batch_size, origin = self._program.cfg.data.batch_size, self._loop.origin
+      at = f"; {where(rise.source, self._names, rows, interval.read, batch_size, origin)}"
+    return Cause(f"source {rise.source}", 1, rise.says + at)
 
   def _ready(self, step: int, state: TrainState, *, pause: bool) -> Ready | None:
     """The request whose turn it is; one that turns out impossible is dropped, and said so."""
@@ -498,7 +535,8 @@ class Supervisor(Watcher):
     self._snapshots.return_to(step if ended.origin is None else ended.origin)
     self._restored_step = self._changed_step = step
     if self._pending is not None:
-      self._pending = self._pending._replace(probe=None)  # it was of the arm that lost
+      # They were of the arm that lost.
+      self._pending = self._pending._replace(probe=None, logits=None, copies=None)
     if self._experts is not None:
       self._experts = OpenExperts(self._program.cfg, ended.state)
     for decision in judgement.decisions:
@@ -559,6 +597,18 @@ def _request(asked: Action | hooks.Try) -> Request:
   if isinstance(asked, hooks.Try):
     return Request(asked.action, "comparison")
   return Request(asked)
+
+
+def _looked(interval: Pending) -> dict[str, Any]:
+  """Fields of a reading that are of the weights after an interval; waits for them."""
+  metrics, logits = dict[str, float](), ()
+  if interval.logits is not None:
+    logits = tuple(np.asarray(interval.logits).tolist())
+    if (largest := max(logits)) > -math.inf:
+      metrics["orchestrator/attention_logit"] = largest
+  if interval.copies is not None:
+    metrics["orchestrator/odd_copies"] = float(np.count_nonzero(interval.copies))
+  return {"looked": metrics, "logits": logits}
 
 
 def _takes_up(judgement: Judgement, request: Request) -> bool:

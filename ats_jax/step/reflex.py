@@ -30,7 +30,6 @@ HELD_RATE_GROWTH = 1.002  # how fast it rises in a step whose rate is held
 # The loss.
 LOSS_FLOOR = 0.02  # least std of the loss, in nats
 LOSS_FLOOR_SHARE = 0.0025  # least std of the loss, as a share of its mean
-SURPRISE_SIGMAS = 6.0  # a higher loss is reported as surprising
 
 
 class Tracker(NamedTuple):

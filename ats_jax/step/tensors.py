@@ -4,6 +4,7 @@ A vector [tensors] has the order of the tree's leaves, and within a leaf that of
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -50,6 +51,40 @@ def norm(params: Any) -> jax.Array:
 def checksums(params: Any) -> jax.Array:
   """The sum of each tensor's bits as integers, uint32 [tensors]; independent of the order."""
   return _reduce_each(params, _bits)
+
+
+def odd_copies(params: Any, copied_along: Sequence[str]) -> jax.Array:
+  """Which tensors lie on the devices in copies of unequal bits, int32 [tensors].
+
+  0 = all copies are equal; else 1 + the place in the mesh of a device whose copy is not the usual
+  one. Of two copies nothing tells which is the usual one.
+
+  Args:
+    params: a tree of parameters.
+    copied_along: mesh axes along which what is not sharded must be equal.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+
+  def odd(param: Param) -> jax.Array:
+    x, num_stacked = param[...], len(_stack_shape(param))
+    entries = jax.typeof(x).sharding.spec
+    names = lambda cut: [n for e in cut if e for n in ((e,) if isinstance(e, str) else e)]
+    copies = tuple(n for n in copied_along if mesh.shape[n] > 1 and n not in names(entries))
+    stack = jax.P(*entries[:num_stacked])
+    if not copies:
+      return jnp.zeros(x.shape[:num_stacked], jnp.int32, out_sharding=stack)
+    others = tuple(n for n in mesh.axis_names if n not in names(stack))
+
+    def local(x: jax.Array) -> jax.Array:
+      own = jnp.sum(_bits(x), axis=tuple(range(num_stacked, x.ndim)), dtype=jnp.uint32)
+      each = jax.lax.all_gather(own, copies)
+      usual = jnp.sort(each, axis=0)[len(each) // 2]  # that of most, if most agree
+      place = jax.lax.axis_index(mesh.axis_names)
+      return jax.lax.pmax(jnp.where(own == usual, 0, 1 + place), others)
+
+    return jax.shard_map(local, in_specs=entries, out_specs=stack, check_vma=False)(x)
+
+  return jnp.concatenate([_one_per_layer(odd(param)) for param in params_of(params)])
 
 
 def squares_and_checksums(x: Any, params: Any, platform: str) -> tuple[jax.Array, jax.Array]:

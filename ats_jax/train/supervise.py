@@ -8,6 +8,7 @@ import jax
 
 from ats_jax.checkpoint import abstract_like, workdir
 from ats_jax.data.batch import POSITION
+from ats_jax.data.rows.origin import Origin, origin_of
 from ats_jax.orchestrator.supervisor import Supervisor
 from ats_jax.orchestrator.trials.compare import NextUpdates
 from ats_jax.orchestrator.trials.snapshots import Snapshots
@@ -42,6 +43,10 @@ class SupervisedLoop:
   def position(self) -> dict[str, Any]:
     """The loop's part of a checkpoint's `extra`."""
     return self.run.position()
+
+  def origin(self, row: int) -> Origin:
+    """Where a training row of the run comes from."""
+    return origin_of(self.run.train_set, row)
 
   def ahead(self, saved: Mapping[str, Any] | None = None) -> NextUpdates:
     """Functions that make the updates after `saved`, or the next ones, on their batches."""

@@ -7,6 +7,7 @@ import numpy as np
 from ats_jax.data.chat.segments import role_of
 from ats_jax.data.chat.tokenizer import ChatTokenizer
 from ats_jax.data.rows.contract import TrainRows, with_documents
+from ats_jax.data.rows.origin import in_part
 from ats_jax.data.rows.packed import Packed
 from ats_jax.data.tokens.tokenizer import Tokenizer
 
@@ -26,7 +27,7 @@ def explain(dataset: TrainRows, row: int, *, coloured: bool, of: str = "training
     of: what the row is one of, in words.
   """
   if dataset.info.parts:
-    name, rows = _in_part(dataset, row)
+    name, rows = in_part(dataset, row)
     part = dataset.info.parts[name]
     yield (
       f"row {row} of {of} is of {name}: {len(rows)} of its rows of {part.info.seq_len}, from row "
@@ -52,13 +53,6 @@ def explain(dataset: TrainRows, row: int, *, coloured: bool, of: str = "training
     )
     style = _COLOURS[role] + (_IN_LOSS if weight else "")
     yield f"\x1b[{style}m{line}\x1b[0m" if coloured else line
-
-
-def _in_part(dataset: TrainRows, row: int) -> tuple[str, range]:
-  """The part that a row of a run is of, and which of its rows it is."""
-  before, after = dataset.progress(row).rows, dataset.progress(row + 1).rows
-  (name,) = (name for name in before if after[name] > before[name])
-  return name, range(before[name], after[name])
 
 
 def _read(dataset: TrainRows, row: int) -> dict[str, np.ndarray]:

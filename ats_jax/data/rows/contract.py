@@ -134,6 +134,11 @@ class TrainRows(Rows, Protocol):
     del row
     return self.info.seq_len
 
+  def documents(self, row: int) -> tuple[str, ...]:
+    """Names of the documents in row `row` of a run, with their files; () = they are not known."""
+    del row
+    return ()
+
   def position(self, row: int) -> dict[str, Any]:
     """What a checkpoint keeps in front of row `row`; JSON."""
     by_steps = {"batch_size": self.info.batch_size} if self.info.batch_size else {}

@@ -66,6 +66,10 @@ class Dataset(TrainRows):
     rows = np.asarray(rows)
     return read_rows([(self.packed, self.row_index(int(row))) for row in rows.flat], rows.shape)
 
+  def documents(self, row: int) -> tuple[str, ...]:
+    """Return the names of the documents in row `row` of a run."""
+    return self.packed.document_names(self.row_index(row))
+
   def progress(self, row: int, since: int | None = None) -> Progress:
     """Return the progress at `row`. Epochs after the first are news."""
     size, news = self.info.num_rows, []

@@ -60,6 +60,11 @@ class Packed:
     other.corpus, other.tokenizer = corpus, tokenizer
     return other
 
+  def document_names(self, i: int) -> tuple[str, ...]:
+    """Of the documents in row `i` of the plan, in order."""
+    pieces = slice(*self.plan.first[i : i + 2])
+    return tuple(self.corpus.name(int(document)) for document in self.plan.document[pieces])
+
   def codes(self, rows: np.ndarray | range) -> np.ndarray:
     """The codes of the targets of rows, [*rows.shape, seq_len] uint8; 0 where there are none."""
     indices = np.asarray(rows)

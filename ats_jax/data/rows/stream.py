@@ -131,6 +131,11 @@ class Stream(TrainRows):
     rows = np.asarray(rows)
     return read_rows([self._place(int(row)) for row in rows.flat], rows.shape)
 
+  def documents(self, row: int) -> tuple[str, ...]:
+    """Return the names of the documents in row `row` of a run."""
+    packed, row_index = self._place(row)
+    return packed.document_names(row_index)
+
   def progress(self, row: int, since: int | None = None) -> Progress:
     """Return the progress at `row`, of unknown epochs. Epochs after the first are news."""
     news = []

@@ -120,6 +120,32 @@ def _attention_with_options(q_BTNH, k_BSKH, v_BSKH, visible_B1TS, soft_cap, sink
   return y_BTKGH.reshape(*q_BTNH.shape[:-1], -1)
 
 
+def largest_logit(
+  q_BTNH: jax.Array, k_BTKH: jax.Array, segment_ids_BT: jax.Array, window: int | None
+) -> jax.Array:
+  """The largest score that `attention` has before a soft cap, float32; -inf if all is padding."""
+
+  def local(q_BTNH, k_BTKH, segments_BT):
+    batch, seq, _, width = q_BTNH.shape
+    distance_TT = jnp.arange(seq)[:, None] - jnp.arange(seq)
+    visible_BTT = (segments_BT[:, :, None] == segments_BT[:, None]) & (distance_TT >= 0)
+    visible_BTT &= (distance_TT < (window or seq)) & (segments_BT[:, None] > 0)
+    q_BTKGH = q_BTNH.reshape(batch, seq, k_BTKH.shape[2], -1, width)
+    wide = jnp.promote_types(q_BTNH.dtype, jnp.float32)
+    logits = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BTKH, preferred_element_type=wide)
+    logits = jnp.where(visible_BTT[:, None, None], logits * width**-0.5, -jnp.inf)
+    return jnp.max(logits, axis=(2, 3, 4))
+
+  whole_rows = lambda axes: (axes[0], None, *axes[2:])
+  return jnp.max(
+    island(
+      local,
+      in_axes=(whole_rows(Q_AXES), whole_rows(KV_AXES), ROW_AXES),
+      out_axes=("batch", "kv_heads"),
+    )(q_BTNH, k_BTKH, segment_ids_BT)
+  )
+
+
 def cached_attention(
   q_BTNH: jax.Array,
   k_BTKH: jax.Array,

@@ -6,6 +6,7 @@ comparison of what could be done from here on, and the run goes on with whatever
 """
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -46,6 +47,7 @@ from ats_jax.orchestrator.policy import triggers
 from ats_jax.orchestrator.policy.state import (
   ANY,
   LASTING,
+  RISEN,
   Decision,
   Finding,
   Judgement,
@@ -53,6 +55,7 @@ from ats_jax.orchestrator.policy.state import (
   Request,
 )
 from ats_jax.orchestrator.signals.interval import Reading
+from ats_jax.orchestrator.signals.sources import History, Rise, has_other_share, risen_from
 from ats_jax.orchestrator.trials.arms import Proposal, Score, winner
 from ats_jax.step.schedule import warmup_steps
 
@@ -186,9 +189,13 @@ def _decide_interval(
   policy = _settle(policy, reading)
   margins = {name: _margin(policy.history.get(name, ())) for name in reading.held}
   excess = {name: loss - policy.best.get(name, loss) for name, loss in _domains(reading).items()}
-  is_worse = not reading.sound or any(excess[name] > margins[name] for name in excess)
+  worse = {name: above > margins[name] for name, above in excess.items()}
+  is_worse = not reading.sound or any(worse.values())
   finding, proposal, wanted = _certain(reading), None, list[Wanted]()
-  policy = _remember(policy, reading, calm=finding is None and not is_worse)
+  rises = _rises(policy, reading, worse)
+  if reading.logits and not policy.logits[1] and reading.step >= _first_steps(terms):
+    policy = policy._replace(logits=(reading.step, reading.logits))
+  policy = _remember(policy, reading, rises, calm=finding is None and not is_worse)
   if finding is not None:
     remedies = _remedies(terms, policy, reading, finding, step, is_worse=is_worse)
     wanted = [(action, finding.cause, finding.reason) for action in remedies]
@@ -207,12 +214,15 @@ def _decide_interval(
     wanted.append((EndRun(settings=now, before=before), "patience", reason))
     proposal = None
     policy = policy._replace(worse_evals=0)
+    if proposal is None and not wanted:
+      proposal = triggers.unexplained(policy, reading, rises)
+      finding = _suspicion(policy, proposal)
   policy, proposal = _allowed(terms, policy, proposal, reading)
   policy, decisions = _act(policy, wanted, step, applied=terms.cfg.mode == "act")
   good = reading.sound and not is_worse and not (finding is not None and finding.certain)
   asks = triggers.more_room(policy, terms.capacity)
-  above = max((excess[name] for name in excess if excess[name] > margins[name]), default=0.0)
-  return policy, Judgement(False, good, finding, decisions, proposal, asks, above)
+  above = max((excess[name] for name in excess if worse[name]), default=0.0)
+  return policy, Judgement(False, good, finding, decisions, proposal, asks, above, rises)
 
 
 def _domains(reading: Reading) -> dict[str, float]:
@@ -297,8 +307,9 @@ def _remedies(
     return [FullPrecision()]
   if finding.cause == "system":
     return [Stop(BROKEN_ADVICE)] if reading.broken >= BROKEN_STOP else []
-  if finding.cause != "state" or not is_worse:  # mended, or harmless: going back would cost more
-    return []
+  stays = any(fault.cause == "state" for fault in reading.faults)  # unequal copies do
+  if finding.cause != "state" or not (is_worse or stays):
+    return []  # it is mended, or harmless: going back would cost more
   rung = 1 + sum(look > policy.looks - LADDER_LOOKS for look in policy.ladder)
   if rung >= LADDER_RUNGS:
     return [Stop()]
@@ -321,8 +332,7 @@ def _well(
   terms: Terms, policy: PolicyState, reading: Reading, request: Request | None
 ) -> tuple[PolicyState, Proposal | None]:
   """What may be tried in a run that is well."""
-  first_steps = max(terms.warmup, FIRST_LOOKS * terms.cfg.check_interval)
-  if policy.start is not None and reading.step >= first_steps:
+  if policy.start is not None and reading.step >= _first_steps(terms):
     proposal = triggers.too_fast(policy, reading)
     if proposal is None or policy.acted_step:  # what changed the state since would be lost
       policy = policy._replace(start=None)
@@ -335,6 +345,11 @@ def _well(
   if terms.cfg.raise_learning_rate and "" in policy.history:
     return policy, triggers.higher_rate(policy, reading, terms.peak)
   return policy, None
+
+
+def _first_steps(terms: Terms) -> int:
+  """Steps in which nothing is usual yet."""
+  return max(terms.warmup, FIRST_LOOKS * terms.cfg.check_interval)
 
 
 def _allowed(
@@ -360,9 +375,38 @@ def _rest(policy: PolicyState, trigger: str) -> PolicyState:
   return policy._replace(rests={**policy.rests, trigger: rest})
 
 
-def _remember(policy: PolicyState, reading: Reading, *, calm: bool) -> PolicyState:
+def _rises(policy: PolicyState, reading: Reading, worse: Mapping[str, bool]) -> tuple[Rise, ...]:
+  """Sources whose training loss has risen, unless a declared rise of the rate may be why."""
+  if policy.streak("settling"):
+    return ()
+  before = lambda name: policy.sources.get(name, ())
+  found = {name: risen_from(before(name), now) for name, now in reading.sources.items()}
+  return tuple(
+    Rise(name, reading.sources[name].loss, usual, worse.get(name))
+    for name, usual in found.items()
+    if usual is not None
+  )
+
+
+def _histories(policy: PolicyState, reading: Reading, rises: Sequence[Rise]) -> dict[str, History]:
+  """Of the sources, with this look: what has risen begins anew if it stays so."""
+  histories, rose = dict(policy.sources), {rise.source for rise in rises}
+  for name, now in reading.sources.items():
+    history, look = histories.get(name, ()), ((now.loss, now.share),)
+    if name not in rose:
+      anew = bool(history) and has_other_share(history, now)
+      histories[name] = look if anew else (*history, *look)[-HISTORY:]
+    elif policy.streak(RISEN + name) >= SETTLING_LOOKS:
+      histories[name] = look
+  return histories
+
+
+def _remember(
+  policy: PolicyState, reading: Reading, rises: Sequence[Rise], *, calm: bool
+) -> PolicyState:
   crowded = reading.means.get("moe/dropped", 0.0) > CROWDED_SHARE
   hold = {f"{layer}/{expert}" for layer, expert in reading.starved}
+  hold |= {RISEN + rise.source for rise in rises}
   hold |= {name for name, holds in (("calm", calm), ("crowded", crowded)) if holds}
   streaks = {name: policy.streak(name) + 1 for name in sorted(hold)}
   if left := policy.streak("settling"):
@@ -374,6 +418,7 @@ def _remember(policy: PolicyState, reading: Reading, *, calm: bool) -> PolicySta
     if calm and loss <= best.get(name, math.inf):
       best[name] = loss
   rate = reading.applied if calm else policy.best_rate
+  policy = policy._replace(sources=_histories(policy, reading, rises))
   policy = policy._replace(streaks=streaks, history=history, best=best, best_rate=rate)
   return policy._replace(start=_start(policy, reading))
 

@@ -5,10 +5,12 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, Self
 
 from ats_jax.orchestrator.actions.base import Action, from_json
+from ats_jax.orchestrator.signals.sources import History, Rise
 from ats_jax.orchestrator.trials.arms import Proposal
 
 # Causes of decisions that are to last: a recovery does not take them back.
 LASTING = ("request", "comparison", "plateau", "first rate")
+RISEN = "source "  # before its name, of `PolicyState.streaks`: a source whose training loss rose
 ANY = "any"  # of `PolicyState.rests`: while a comparison is open, there is no other
 
 
@@ -77,6 +79,7 @@ class Judgement(NamedTuple):
     proposal: what is to be compared from here on.
     asks: an action to be queued as a request.
     above: nats by which the held-out loss of a domain is above its reference, beyond noise.
+    rises: sources whose training loss is above their own history.
   """
 
   stale: bool = False
@@ -86,6 +89,7 @@ class Judgement(NamedTuple):
   proposal: Proposal | None = None
   asks: Request | None = None
   above: float = 0.0
+  rises: tuple[Rise, ...] = ()
 
 
 class PolicyState(NamedTuple):
@@ -99,13 +103,15 @@ class PolicyState(NamedTuple):
     best_rate: the learning rate that was applied at the reference.
     rules: the rules by which the probe was last scored (`Reading.rules`).
     streaks: name of a condition -> looks in a row in which it has held: "calm", "settling",
-      "crowded" and "layer/expert" of idle experts.
+      "crowded", "layer/expert" of idle experts and "source NAME" of those that rose.
     control: the scalars of `Control` that were set, by name.
     lr_wanted: the scale that a recovery returns to; 1 unless a hook or a comparison set it.
     acted_step: the step of the last change to the state; earlier steps say nothing about it.
     ladder: the last looks with a rollback, the newest last.
     rests: trigger -> looks that it rests after its next lost comparison, and until which look.
     made_again: updates that comparisons have made beside the run's own.
+    logits: a step behind the warm-up, and the largest attention logit of each layer then.
+    sources: name of a source -> its last training losses and shares, the newest last (HISTORY).
     start: norm of the first weights, and the largest relative update since; None once judged.
     best_eval: the lowest loss of an evaluation of the validation split.
     worse_evals: evaluations since, none of which was lower.
@@ -124,6 +130,8 @@ class PolicyState(NamedTuple):
   ladder: tuple[int, ...] = ()
   rests: Mapping[str, tuple[int, int]] = {}
   made_again: int = 0
+  logits: tuple[int, tuple[float, ...]] = (0, ())
+  sources: Mapping[str, History] = {}
   start: tuple[float, float] | None = (0.0, 0.0)
   best_eval: float = math.inf
   worse_evals: int = 0
@@ -155,7 +163,11 @@ class PolicyState(NamedTuple):
       **fields,
       "history": tuples("history"),
       "rests": tuples("rests"),
+      "sources": {
+        name: tuple(map(tuple, looks)) for name, looks in fields.get("sources", {}).items()
+      },
       "rules": tuple(fields["rules"]),
+      "logits": (fields.get("logits", (0, ()))[0], tuple(fields.get("logits", (0, ()))[1])),
       "ladder": tuple(fields["ladder"]),
       "start": None if start is None else tuple(start),
     })  # fmt: skip

@@ -3,6 +3,8 @@
 Each rule returns a `Proposal` or None. Whether a comparison is allowed at all is decided before.
 """
 
+from collections.abc import Sequence
+
 from ats_jax.orchestrator.actions import (
   Action,
   ChangeSettings,
@@ -34,9 +36,11 @@ from ats_jax.orchestrator.constants import (
 )
 from ats_jax.orchestrator.policy.state import PolicyState, Request
 from ats_jax.orchestrator.signals.interval import Reading
+from ats_jax.orchestrator.signals.sources import Rise
 from ats_jax.orchestrator.trials.arms import Arm, Proposal
 
 HELD_OUT, START, CALM, ROUTER, HOOK = "held-out loss", "start", "calm", "router", "hook"
+SOURCE = "source"
 # Of moe.capacity_factor: 1 to 1.25 in Switch (arXiv:2101.03961), 2 in GShard (arXiv:2006.16668).
 ROOMS = (1.0, 1.25, 1.5, 2.0)
 
@@ -65,19 +69,39 @@ def worse(
   if not domains:
     return None
   usual = {name: policy.best[name] + margins[name] for name in domains}
-  slower = _slower(policy, reading)
-  arm = lambda cause, *actions: Arm(actions, cause, LEAST_GAIN, 0.0, remembers=True)
-  arms = [arm("machine", Repeat())._replace(mends=True)]
-  if not any(look > policy.looks - LADDER_LOOKS for look in policy.ladder):
-    arms.append(arm("state or batches", Rollback()))
-  if eight_bits:
-    arms += [arm("8 bits", FullPrecision()), arm("8 bits", Rollback(), FullPrecision())]
-  if slower is not None:
-    arms.append(arm("learning rate", slower))
-    arms.append(arm("learning rate", Rollback(), slower))
+  again = _careful("machine", Repeat())._replace(mends=True)
+  arms = again, *_back_or_slower(policy, reading, eight_bits=eight_bits)
   losses = ", ".join(f"{name} {excess[name]:+.3g} nats".strip() for name in domains)
   reason = f"held-out loss above its best: {losses}"
-  return Proposal(HELD_OUT, reason, tuple(arms), domains, usual)
+  return Proposal(HELD_OUT, reason, arms, domains, usual)
+
+
+def unexplained(policy: PolicyState, reading: Reading, rises: Sequence[Rise]) -> Proposal | None:
+  """A source of which nothing is held out is predicted worse: is it the model, or the text?"""
+  reasons = [rise.says for rise in rises if rise.is_worse is None]
+  arms = _back_or_slower(policy, reading) if reasons else ()
+  return Proposal(SOURCE, "; ".join(reasons), arms) if arms else None
+
+
+def _careful(cause: str, *actions: Action) -> Arm:
+  """An arm that must be better on all three texts."""
+  return Arm(actions, cause, LEAST_GAIN, 0.0, remembers=True)
+
+
+def _back_or_slower(
+  policy: PolicyState, reading: Reading, *, eight_bits: bool = False
+) -> tuple[Arm, ...]:
+  """Without the last steps, unless it was just done; without 8 bits; at a lower rate; both."""
+  arms, slower = list[Arm](), _slower(policy, reading)
+  if not any(look > policy.looks - LADDER_LOOKS for look in policy.ladder):
+    arms.append(_careful("state or batches", Rollback()))
+  if eight_bits:
+    arms.append(_careful("8 bits", FullPrecision()))
+    arms.append(_careful("8 bits", Rollback(), FullPrecision()))
+  if slower is not None:
+    arms.append(_careful("learning rate", slower))
+    arms.append(_careful("learning rate", Rollback(), slower))
+  return tuple(arms)
 
 
 def _slower(policy: PolicyState, reading: Reading) -> SetLearningRateScale | None:

@@ -30,7 +30,7 @@ from ats_jax.config.schema import OrchestratorConfig
 from ats_jax.orchestrator.actions import Action, from_json
 from ats_jax.orchestrator.policy.decide import Compared, Interval, Terms, decide
 from ats_jax.orchestrator.policy.state import Decision, Judgement, PolicyState, Request
-from ats_jax.orchestrator.signals.interval import Fault, Reading
+from ats_jax.orchestrator.signals.interval import Fault, Reading, SourceLoss
 from ats_jax.orchestrator.trials.arms import Proposal, Score
 from ats_jax.store import paths
 from ats_jax.store.paths import Log, Path
@@ -197,13 +197,17 @@ def encode(value: Any) -> Any:
 def decode(fields: Mapping[str, Any]) -> Reading:
   """The reading that `encode` wrote."""
   number = lambda x: float(x) if isinstance(x, str) else x
-  unquoted = ("means", "held", "tensor")
-  values: dict[str, Any] = {name: number(x) for name, x in fields.items() if name not in unquoted}
+  unquoted = ("means", "held", "logits", "looked", "sources", "tensor")
+  plain = (name for name in fields if name in Reading._fields and name not in unquoted)
+  values: dict[str, Any] = {name: number(fields[name]) for name in plain}
   values["tensor"] = fields["tensor"]
-  for name in ("means", "held"):
-    values[name] = {key: number(x) for key, x in fields[name].items()}
+  for name in ("means", "held", "looked"):
+    values[name] = {key: number(x) for key, x in fields.get(name, {}).items()}
+  sources = fields.get("sources", {})
+  values["sources"] = {name: SourceLoss(*map(number, parts)) for name, parts in sources.items()}
   values["starved"] = tuple((layer, expert) for layer, expert in fields["starved"])
   values["rules"] = tuple(fields["rules"])
+  values["logits"] = tuple(map(number, fields.get("logits", ())))
   values["faults"] = tuple(Fault(*parts) for parts in fields["faults"])
   return Reading(**values)
 

@@ -11,7 +11,7 @@ from absl import logging
 
 from ats_jax.orchestrator.actions.base import Action
 from ats_jax.orchestrator.policy.decide import Compared
-from ats_jax.orchestrator.policy.state import Decision, PolicyState, Request
+from ats_jax.orchestrator.policy.state import RISEN, Decision, PolicyState, Request
 from ats_jax.orchestrator.record.ledger import Ledger
 from ats_jax.orchestrator.signals.health import LEVELS, Health
 from ats_jax.orchestrator.signals.interval import Reading, RowsRead
@@ -70,11 +70,15 @@ class Teller:
       return
     names = {name: f"orchestrator/{name and f'{name}/'}probe_loss" for name in reading.held}
     seen = {names[name]: loss for name, loss in reading.held.items()}
+    if reading.sources:
+      risen = sum(name.startswith(RISEN) for name in policy.streaks)
+      seen["orchestrator/risen_sources"] = risen
     self._write(step, {
       "orchestrator/health": LEVELS.index(health.level),
       "orchestrator/lr_scale": policy.lr_scale,
       "orchestrator/decisions": policy.decisions,
       "orchestrator/made_again": policy.made_again,
+      **reading.looked,
       **seen,
     })  # fmt: skip
 

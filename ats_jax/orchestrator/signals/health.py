@@ -5,6 +5,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Self
 
+from ats_jax.orchestrator.constants import LARGE_LOGIT, LOGIT_GROWTH, VERY_LARGE_LOGIT
 from ats_jax.orchestrator.policy.state import Finding
 from ats_jax.orchestrator.signals.interval import Reading
 
@@ -84,6 +85,7 @@ LIMITS = (
   Limit("train/z", 100.0, 2500.0, "the logits grow (step.z_loss holds them)"),
   Limit("reflex/skipped", 0.1, 0.5, "updates are left out"),
   Limit("reflex/held", 10.0, math.inf, "the learning rate exceeds its schedule and is held"),
+  Limit("orchestrator/odd_copies", 1.0, math.inf, "devices hold unequal copies of weights"),
   Limit("moe/max_violation", 2.0, 6.0, "experts are loaded unevenly"),
   Limit("moe/min_load", 0.05, 0.0, "an expert gets next to no tokens", low=True),
   Limit("moe/dropped", 0.05, 0.3, "choices find no place (moe.capacity_factor)"),
@@ -143,6 +145,20 @@ def far_probe(reading: Reading) -> list[Cause]:
     "of another kind than the training text? (data.validation_paths, python -m ats_jax data stats)"
   )
   return [Cause("held-out text", 1, says)]
+
+
+def grown_logits(logits: Sequence[float], usual: Sequence[float], since: int) -> list[Cause]:
+  """Whether attention logits are large and have grown; `usual` are those at step `since`."""
+  pairs = enumerate(zip(logits, usual, strict=False))
+  grown = [(now, now / max(was, 1.0), layer) for layer, (now, was) in pairs if math.isfinite(now)]
+  grown = [found for found in grown if found[1] >= LOGIT_GROWTH]
+  now, times, layer = max(grown, default=(0.0, 0.0, 0))
+  level = (now >= LARGE_LOGIT) + (now >= VERY_LARGE_LOGIT)
+  says = (
+    f"largest attention logit {now:.3g} in layer {layer}, {times:.2g}x since step {since:,} "
+    "(model.qk_norm or a lower rate holds them)"
+  )
+  return [Cause("attention logits", level, says)] if level else []
 
 
 def risen(above: float) -> list[Cause]:

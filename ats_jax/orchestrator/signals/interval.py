@@ -7,12 +7,31 @@ import jax
 import numpy as np
 
 from ats_jax.model.forward_pass import Pass
-from ats_jax.step.reflex import SURPRISE_SIGMAS
 
-RECENT = 8  # last steps of an interval, which tell how things stand now
 SCALES = ("reflex/grad_scale", "reflex/rate_scale")  # 1 if all is well
 
 Sums = tuple[jax.Array, ...]  # what an eval step returned for each part of the probe
+
+
+class RowsRead(NamedTuple):
+  """How far the loader was after some updates: `row` training rows were read up to `step`."""
+
+  step: int
+  row: int
+
+
+class SourceLoss(NamedTuple):
+  """A source in an interval of steps.
+
+  Attributes:
+    loss: nats per token.
+    error: its standard error, by the steps.
+    share: of the interval's tokens.
+  """
+
+  loss: float
+  error: float
+  share: float
 
 
 class Fault(NamedTuple):
@@ -36,14 +55,12 @@ class Reading(NamedTuple):
     first: first step.
     step: last step.
     loss: median over the steps in which it was finite; NaN if in none.
-    recent_z: median sigmas of the loss in the last steps.
     held: loss on held-out text (the probe) with the weights after `step`: domain -> nats per token,
       "" is all of it; empty if it was not scored.
     sound: whether weights and the held-out loss are finite after `step`.
     nonfinite: with a loss or gradient that was not finite.
     broken: number of such steps in a row at the end of the interval.
     skipped: whose update was left out, as something was not finite.
-    surprising: whose loss was far above what is usual.
     shrunk: in which a tensor's gradient was.
     held_steps: in a row at the end whose learning rate was held.
     learning_rate: the schedule's rate at the end, without the policy's own factor.
@@ -55,18 +72,20 @@ class Reading(NamedTuple):
     tensor: the name of the first of them.
     miscounted: by how much the optimizer's count of updates was off, at most.
     faults: certain faults, the worst first.
+    sources: of each source with tokens (`sources.SourceLoss`): loss, its standard error, share.
+    logits: the largest logit of attention in each layer with the weights after `step`, on a row of
+      the probe; not finite where a layer has none; () = not measured.
+    looked: further metrics of the look, by name.
   """
 
   first: int
   step: int
   loss: float
-  recent_z: float
   held: Mapping[str, float]
   sound: bool
   nonfinite: int
   broken: int
   skipped: int
-  surprising: int
   shrunk: int
   held_steps: int
   learning_rate: float
@@ -78,18 +97,14 @@ class Reading(NamedTuple):
   tensor: str = ""
   miscounted: int = 0
   faults: tuple[Fault, ...] = ()
+  sources: Mapping[str, SourceLoss] = {}
+  logits: tuple[float, ...] = ()
+  looked: Mapping[str, float] = {}
 
   @property
   def probe(self) -> float:
     """Loss on all held-out text; NaN if it was not scored."""
     return self.held.get("", float("nan"))
-
-
-class RowsRead(NamedTuple):
-  """How far the loader was after some updates: `row` training rows were read up to `step`."""
-
-  step: int
-  row: int
 
 
 class Pending(NamedTuple):
@@ -104,6 +119,8 @@ class Pending(NamedTuple):
     loads: moe/load of each step, if experts are watched.
     read: position of the loop in the data after the last step; None = unknown.
     again: sums of a second score of the same weights, at a pause; None = there is none.
+    logits: see `Reading.logits`; None = not measured.
+    copies: what comparing copies of these weights comes to (`Copies`); None = not compared.
   """
 
   step: int
@@ -114,6 +131,8 @@ class Pending(NamedTuple):
   loads: list[jax.Array]
   read: RowsRead | None = None
   again: Sums | None = None
+  logits: jax.Array | None = None
+  copies: jax.Array | None = None
 
 
 def sum_up(
@@ -139,13 +158,11 @@ def sum_up(
     first=last_step - len(rows) + 1,
     step=last_step,
     loss=_median(column["train/loss"]),
-    recent_z=_median(column["reflex/z_loss"][-RECENT:]),
     held=held or {},
     sound=bool(weights_are_finite and np.isfinite([*(held or {}).values()]).all()),
     nonfinite=int(np.sum(column["reflex/broken"] > 0)),
     broken=int(last["reflex/broken"]),
     skipped=int(np.sum(column["reflex/skipped"])),
-    surprising=int(np.sum(column["reflex/z_loss"] > SURPRISE_SIGMAS)),
     shrunk=int(np.sum(column["reflex/grad_scale"] < 1.0)),
     held_steps=int(last["reflex/held"]),
     learning_rate=last["train/scheduled_rate"],
@@ -154,12 +171,33 @@ def sum_up(
     wrong=int(np.sum(column["reflex/wrong"])),
     tensor=_first_wrong(column, tensors),
     miscounted=int(np.max(column["reflex/miscounted"])),
+    sources=source_losses(column),
   )
 
 
 def _first_wrong(column: Mapping[str, np.ndarray], tensors: Sequence[str]) -> str:
   hit = np.flatnonzero(column["reflex/wrong"] > 0)
   return tensors[int(column["reflex/wrong_tensor"][hit[0]])] if hit.size and tensors else ""
+
+
+def source_losses(column: Mapping[str, np.ndarray]) -> dict[str, SourceLoss]:
+  """What the steps of an interval report by source; sources with tokens in fewer than two are out.
+
+  Args:
+    column: name of a metric -> [steps].
+  """
+  found = {}
+  for metric, tokens in column.items():
+    name = metric.removeprefix("train/").removesuffix("/tokens")
+    if metric != f"train/{name}/tokens":
+      continue
+    losses = column[f"train/{name}/loss"]
+    here = np.isfinite(losses) & (tokens > 0.0)
+    if np.sum(here) > 1:
+      loss = float(np.average(losses[here], weights=tokens[here]))
+      error = float(np.std(losses[here], ddof=1) / np.sqrt(np.sum(here)))
+      found[name] = SourceLoss(loss, error, float(np.sum(tokens) / np.sum(column["train/tokens"])))
+  return found
 
 
 def probe_loss(sums: Sums | np.ndarray) -> float:

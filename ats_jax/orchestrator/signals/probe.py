@@ -3,9 +3,11 @@
 It is as large as its cost allows.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 
+import jax
 import numpy as np
 
 from ats_jax.config.schema import Config
@@ -14,6 +16,7 @@ from ats_jax.metrics.host_copy import start_copy
 from ats_jax.model.decoder import Decoder
 from ats_jax.model.forward_pass import Pass
 from ats_jax.orchestrator.signals.interval import Fault, Sums, check_probe, probe_loss
+from ats_jax.sharding.apply import num_shards, reshape
 from ats_jax.step.program import Program
 
 FORWARD = 1 / 3  # of the FLOPs that a token costs in training
@@ -95,8 +98,28 @@ class Probe:
     )
     return (Fault("system", reason, ADVICE if self._disagreed > 1 else ""),)
 
+  def logits(self, model: Decoder, rules: Pass) -> jax.Array:
+    """Begin to find the largest attention logits of `model`, on one row of each shard."""
+    found = _largest_logits(model, self._parts[0], rules)
+    start_copy(found)
+    return found
+
   def score(self, program: Program, model: Decoder, rules: Pass) -> Sums:
     """Begin to score `model`; what comes of it is on its way to the host."""
     sums = tuple(program.eval_step(model, part, rules) for part in self._parts)
     start_copy(sums)
     return sums
+
+
+@functools.partial(jax.jit, static_argnames="rules")
+def _largest_logits(model: Decoder, batch: Batch, rules: Pass) -> jax.Array:
+  """Of each layer, on a few of the rows: their queries are enough, and all their keys count."""
+  axes, shards = ("batch", None, "seq"), num_shards("batch")
+  shape = lambda rows, seq: (shards, rows // shards, seq)
+  first = lambda name: reshape(batch[name], shape(*batch[name].shape), axes=axes)[:, 0]
+  return model.largest_logits(
+    first("tokens"),
+    positions_BT=first("positions"),
+    segment_ids_BT=first("segment_ids"),
+    rules=rules,
+  )

@@ -21,6 +21,7 @@ from ats_jax.config.schema.mixture import Phase
 from ats_jax.config.schema.setting import Table
 from ats_jax.data.corpus.shards import DEFAULT_OPTIONS
 from ats_jax.data.rows.mixture import Joined, Mixture
+from ats_jax.data.rows.origin import origin_of
 from ats_jax.data.sources import by_size, mixture_phases, open_data, open_eval_sets
 from ats_jax.data.splits import open_datasets, prepare
 
@@ -59,6 +60,20 @@ def test_rows_are_those_of_runs_on_one_source(mixed, texts, config):
     alone, _ = open_datasets(config(paths=(path,), seq_len=16, packing="best_fit"), 0)
     here = place.source == number
     assert_same({k: v[here] for k, v in batch.items()}, alone.read(place.row[here]))
+
+
+def test_a_row_is_traced_to_its_source_and_documents(mixed):
+  ds = mixed()
+  place, batch = ds.schedule.find(np.arange(20)), ds.read(np.arange(20))
+  for row, (source, number) in enumerate(zip(*place, strict=True)):
+    name = ("web", "code", "talk")[source]
+    origin = origin_of(ds, row)
+    assert origin[:2] == ((name,), number)
+    assert len(origin.documents) == batch["segment_ids"][row].max()
+    text = bytes(batch["targets"][row].clip(0, 255).astype(np.uint8)).decode(errors="replace")
+    lines = [int(document.removeprefix(f"{name}.jsonl:")) for document in origin.documents]
+    # Lines are counted from 1, and numbers in the text from 0.
+    assert any(f" {line - 1} " in text for line in lines)
 
 
 def test_weights_become_exact_shares(mixed):

@@ -10,6 +10,7 @@ import numpy as np
 from helpers import counting_rows, micro_batches
 
 from ats_jax.data.batch import POSITION
+from ats_jax.data.rows.origin import Origin
 from ats_jax.model.param import trainable
 from ats_jax.orchestrator.record import ledger
 from ats_jax.orchestrator.signals.interval import probe_loss
@@ -35,6 +36,11 @@ class FedLoop:
 
   def position(self):
     return {POSITION: {"row": self.row}}
+
+  def origin(self, row):
+    """The second half of each batch is of another source."""
+    source = ("web", "code")[row % BATCH * 2 // BATCH]
+    return Origin((source,), row, (f"{source}.txt:{row}",))
 
   def ahead(self, saved=None):
     begin = (saved or self.position())[POSITION]["row"] // BATCH

@@ -8,7 +8,13 @@ from readings import reading
 from ats_jax.metrics.clock import ASIDE, COMPARED_INTERVALS, Clock
 from ats_jax.orchestrator.policy.decide import Finding
 from ats_jax.orchestrator.record.teller import Teller
-from ats_jax.orchestrator.signals.health import REMEMBERED_LOOKS, Health, far_probe, health_of
+from ats_jax.orchestrator.signals.health import (
+  REMEMBERED_LOOKS,
+  Health,
+  far_probe,
+  grown_logits,
+  health_of,
+)
 
 
 @pytest.mark.parametrize(
@@ -123,3 +129,19 @@ def test_held_out_text_of_another_kind_is_said(loss, probe, far):
   assert [cause.level for cause in causes] == [1] * far
   if far:
     assert "of another kind" in causes[0].says and "4.93" in causes[0].says
+
+
+@pytest.mark.parametrize(
+  ("logits", "level", "says"),
+  [
+    ((20.0, 210.0), "warning", "largest attention logit 210 in layer 1, 3x since step 40 "),
+    ((2000.0, 210.0), "critical", "largest attention logit 2e+03 in layer 0, 2e+02x since"),
+    ((20.0, 130.0), "healthy", ""),  # it began at 70
+    ((40.0, 70.0), "healthy", ""),  # grown, but small
+    ((math.nan, -math.inf), "healthy", ""),
+  ],
+)
+def test_attention_logits_that_are_large_and_have_grown_are_a_cause(logits, level, says):
+  health = Health.of(grown_logits(logits, (10.0, 70.0), 40))
+  assert health.level == level and "".join(health.causes).startswith(says)
+  assert not grown_logits(logits, (), 0)

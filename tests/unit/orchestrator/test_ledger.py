@@ -158,12 +158,12 @@ def test_rubbish_is_named(path, line):
 
 
 def test_numbers_that_are_not_finite_come_back(path):
-  seen = reading(3, **NAN_STATE, recent_z=math.inf)
+  seen = reading(3, **NAN_STATE, applied=math.inf)
   book = Ledger(path)
   book.write("check", INTERVAL, reading=seen._asdict())
   book.close()
   text = path.read_text()
   json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
   found = ledger.decode(ledger.read_lines(path)[0]["reading"])
-  assert math.isnan(found.probe) and found.recent_z == math.inf
+  assert math.isnan(found.probe) and found.applied == math.inf
   assert found._replace(held={}) == seen._replace(held={})
