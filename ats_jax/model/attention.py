@@ -58,8 +58,8 @@ class Attention(nnx.Module):
     self.out = Linear(
       heads, stream, std=residual_std(cfg), num=num, rngs=rngs, bias=cfg.attn_out_bias
     )
-    self.wide = jnp.promote_types(num.param_dtype, jnp.float32)
-    self.sinks = zeros((n,), ("heads",), num.param_dtype, Role.SINK) if cfg.attn_sinks else None
+    sinks = functools.partial(zeros, (n,), ("heads",), num.stored(Role.SINK), Role.SINK)
+    self.sinks = sinks() if cfg.attn_sinks else None
     self.all_heads = cfg.qk_norm_scope == "all"
     width = lambda heads: heads * h if self.all_heads else h
     self.q_norm = RMSNorm(width(n), cfg, num) if cfg.qk_norm else None
@@ -89,7 +89,7 @@ class Attention(nnx.Module):
       The output [batch, seq, d_model] and the extended cache (None without one).
     """
     q_BTNH, k_BSKH, v_BSKH = self.heads(x_BTD, table, fp8=fp8)
-    sinks_N = None if self.sinks is None else self.sinks[...].astype(self.wide)
+    sinks_N = None if self.sinks is None else self.sinks[...]
     if cache is None:
       assert segment_ids_BT is not None
       y_BTNH = attention(

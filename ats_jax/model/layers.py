@@ -53,7 +53,7 @@ class Weight(nnx.Module):
       num_inputs: see `Param`.
     """
     axes, shape = tuple(sizes), tuple(sizes.values())
-    self.weight = normal(rngs.params(), shape, axes, std, num.param_dtype, role, num_inputs)
+    self.weight = normal(rngs.params(), shape, axes, std, num.stored(role), role, num_inputs)
 
   def value(self, dtype: jnp.dtype | None = None) -> jax.Array:
     """The weight to multiply with, cast to `dtype` (None = as stored)."""
@@ -89,7 +89,7 @@ class Linear(Weight):
     self.kernels, self.keep_gathered = num.kernels, num.keep_gathered
     # Whole along d_model, as what it is added to.
     shape = tuple(outputs.values())
-    self.bias = zeros(shape, self.outputs, num.param_dtype, Role.BIAS) if bias else None
+    self.bias = zeros(shape, self.outputs, num.stored(Role.BIAS), Role.BIAS) if bias else None
 
   @property
   def inputs(self) -> tuple[str, ...]:
@@ -128,7 +128,7 @@ class ExpertLinear(Weight):
     sizes = {"stored_experts": experts, **inputs, **outputs}
     super().__init__(sizes, role=Role.EXPERT, std=std, num=num, rngs=rngs)
     axes, shape = (self.axes[0], self.axes[-1]), (experts, *outputs.values())
-    self.bias = zeros(shape, axes, num.param_dtype, Role.BIAS) if bias else None
+    self.bias = zeros(shape, axes, num.stored(Role.BIAS), Role.BIAS) if bias else None
 
   @property
   def axes(self) -> tuple[str, ...]:
@@ -182,7 +182,7 @@ class RMSNorm(nnx.Module):
     self.eps = cfg.norm_eps if eps is None else eps
     self.plus_one, self.kernels = cfg.norm_plus_one, num.kernels
     first = zeros if cfg.norm_plus_one else ones
-    self.scale = first((dim,), ("norm",), num.param_dtype, Role.NORM)
+    self.scale = first((dim,), ("norm",), num.stored(Role.NORM), Role.NORM)
 
   def __call__(self, x: jax.Array) -> jax.Array:
     """Normalise `x [..., dim]`; statistics in float32, result in the dtype of `x`."""

@@ -119,7 +119,7 @@ class DepthRouter(nnx.Module):
     self.cfg, self.kernels, self.along_row = cfg.mod, num.kernels, num.along_row
     if self.cfg.routing != "learned":
       return
-    width, wide = cfg.model.d_model, jnp.promote_types(num.param_dtype, jnp.float32)
+    width, wide = cfg.model.d_model, num.stored(Role.ROUTER)
     std = cfg.model.init_std
     self.weight = normal(rngs.params(), (width,), ("norm",), std, wide, Role.ROUTER)
     self.threshold = zero_buffer((), (), wide)

@@ -6,11 +6,15 @@ import jax.numpy as jnp
 
 from ats_jax.config.schema import Config
 from ats_jax.model.layout import check_stages, segments_of
+from ats_jax.model.param import Role
 from ats_jax.model.stack import InOrder, Remat, Scan, Stack, Unrolled
 from ats_jax.ops.attention.along_row import WHOLE_ROWS, ContextParallel
 from ats_jax.ops.registry import XLA, Kernels
 from ats_jax.sharding.apply import num_shards
 
+# What `precision.param_dtype` is of. All else is float32 at least: tables, routers and vectors are
+# few numbers, and bfloat16 would round small updates of them away, as of norms near 1.
+NARROW = frozenset({Role.MATRIX, Role.EXPERT, Role.HEAD, Role.ADAPTER})
 MAX_UNROLLED_LAYERS = 32  # layers (of one round of a stage, in a pipeline); more were not measured
 
 
@@ -19,7 +23,7 @@ class Numerics:
   """How the model's function is computed; none of it changes the result beyond rounding.
 
   Attributes:
-    param_dtype: dtype of the weights.
+    param_dtype: dtype of matrices; of all parameters see `stored`.
     compute_dtype: dtype of activations and matmul operands.
     kernels: the implementation in each slot of the ops.
     max_segments: the most segments of a row, one of padding included.
@@ -37,6 +41,15 @@ class Numerics:
   stack: Stack
   along_row: ContextParallel
   keep_gathered: bool = False
+
+  def stored(self, role: Role) -> jnp.dtype:
+    """The dtype of the parameters and buffers of a role."""
+    return stored_dtype(role, self.param_dtype)
+
+
+def stored_dtype(role: Role, param_dtype: jnp.dtype) -> jnp.dtype:
+  """The dtype of what has this role in a run with that `param_dtype`; no other code decides it."""
+  return param_dtype if role in NARROW else jnp.promote_types(param_dtype, jnp.float32)
 
 
 def numerics(cfg: Config, kernels: Kernels = XLA, platform: str = "cpu") -> Numerics:

@@ -48,7 +48,7 @@ class Router(nnx.Module):
     self.num_slots = moe.num_experts + moe.spare_experts
     outputs = self.num_slots + moe.null_experts
     width = cfg.model.d_model
-    wide = jnp.promote_types(num.param_dtype, jnp.float32)
+    wide = num.stored(Role.ROUTER)
     axes, std = ("embed", "router"), cfg.model.init_std
     self.weight = normal(rngs.params(), (width, outputs), axes, std, wide, Role.ROUTER)
     self.offset = zeros((outputs,), ("router",), wide, Role.BIAS) if moe.router_bias else None

@@ -6,6 +6,7 @@ from typing import Any
 from ats_jax.config.schema import Config
 from ats_jax.metrics.memory import GIB
 from ats_jax.model.count import count
+from ats_jax.model.param import params_of
 from ats_jax.planner.abstract import (
   abstract_mesh,
   abstract_state,
@@ -46,6 +47,7 @@ def describe(cfg: Config, devices: int = 0, hardware: Hardware | None = None) ->
     counts = count(cfg, state.model, cfg.data.seq_len)
     seconds = hardware and step_seconds(cfg, state.model, device_bytes(state), counts, hardware)
   micro = cfg.data.batch_size // cfg.step.accum_steps
+  stored = " and ".join(sorted({str(param.dtype) for param in params_of(state.model)}))
   return {
     "run": {
       "devices": mesh.size,
@@ -59,11 +61,11 @@ def describe(cfg: Config, devices: int = 0, hardware: Hardware | None = None) ->
       "remat": cfg.step.remat,
       "compute_dtype": cfg.precision.compute_dtype,
       "formats": {
-        "weights": cfg.precision.param_dtype,
+        "weights": stored,
         **cfg.optimizer.formats(),
         "ema": "float32",
-        "unsent gradients": cfg.precision.param_dtype,
-        "gradients": cfg.precision.param_dtype,
+        "unsent gradients": stored,
+        "gradients": stored,
         "gradient sums": "float32",
       },
     },

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,8 @@ from ats_jax.data.tokens.file import has_same_ids, load_tokenizer
 from ats_jax.data.tokens.tokenizer import Tokenizer, build_tokenizer
 from ats_jax.model.decoder import Decoder
 from ats_jax.model.layout import stacks
+from ats_jax.model.numerics import stored_dtype
+from ats_jax.model.param import is_variable
 from ats_jax.step.program import Program
 from ats_jax.store import paths
 from ats_jax.store.paths import Path
@@ -122,13 +125,16 @@ class InitialWeights:
         f"would read other tokens. Use its own, --config.data.tokenizer={file}."
       )
     part = "ema" if source.optimizer.has_average else "model"
-    stored = "float32" if part == "ema" else source.precision.param_dtype
-    own = jnp.dtype(program.cfg.precision.param_dtype)
-    as_stored = lambda x: jax.ShapeDtypeStruct(
-      x.shape, stored if part == "ema" or x.dtype == own else x.dtype, sharding=x.sharding
-    )
+    given = jnp.dtype("float32" if part == "ema" else source.precision.param_dtype)
+
+    def as_stored(variable: Any) -> Any:
+      dtype = stored_dtype(variable.role, given)
+      return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding), variable
+      )
+
     chosen = int(self.step) if self.step.isdecimal() else self.step
-    abstract = jax.tree.map(as_stored, like)
+    abstract = jax.tree.map(as_stored, like, is_leaf=is_variable)
     step, model, _ = restore_tree(
       self.folder / workdir.CHECKPOINTS, abstract, chosen, part, stacks=stacks(program.cfg)
     )

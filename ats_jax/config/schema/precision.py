@@ -12,7 +12,11 @@ EIGHT_BIT_MULTIPLE = 16  # of the sizes of a matmul in 8 bits: what cuBLASLt tak
 class PrecisionConfig:
   """Number formats. Norms, softmax, loss and reductions are float32 whatever is said here."""
 
-  param_dtype: str = setting("float32", "stored weights", choices=("float32", "bfloat16"))
+  param_dtype: str = setting(
+    "float32",
+    "stored matrices and head; embedding, routers and vectors are float32",
+    choices=("float32", "bfloat16"),
+  )
   compute_dtype: str = setting("bfloat16", "operands of matmuls", choices=("float32", "bfloat16"))
   fp8: bool = setting(
     False,

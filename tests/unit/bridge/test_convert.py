@@ -107,6 +107,18 @@ def test_tensors_of_two_dtypes_keep_all_their_values(tmp_path):
     export(parse(tmp_path / "run"), tmp_path / "half", dtype="float16")
 
 
+def test_a_model_in_bfloat16_comes_back_bit_for_bit(tmp_path):
+  """Its embedding and norms are kept in float32, and written as they were."""
+  folder = make_folder(tmp_path / "hf", dtype=BFLOAT16)
+  import_folder(folder, parse(tmp_path / "run"), tokenizer="bytes")
+  export(parse(tmp_path / "run"), tmp_path / "out")
+  got, want = (read_header(f / "model.safetensors") for f in (tmp_path / "out", folder))
+  assert got.keys() == want.keys() and len(want) > 5
+  for name, tensor in want.items():
+    assert got[name].dtype == "BF16"
+    np.testing.assert_array_equal(got[name].read(), tensor.read())
+
+
 def test_an_export_is_of_the_family_of_the_import(tmp_path):
   """A Mistral without a window is a Llama as well; its fields come back as they were."""
   same = {"sliding_window": None, "rope_theta": 10000, "use_mrope": False}

@@ -18,6 +18,7 @@ from helpers import (
 )
 
 from ats_jax.model.numerics import unroll_of
+from ats_jax.model.param import Role, is_variable
 
 # float32, two layers, activations of order one: matmuls over rows of other lengths add up in
 # another order.
@@ -157,8 +158,14 @@ def test_logits_are_the_head_times_the_activations(mesh):
 def test_dtypes_are_those_of_the_config(mesh):
   changes = {"precision.param_dtype": "bfloat16", "precision.compute_dtype": "bfloat16"}
   abstract = lambda changes: jax.eval_shape(lambda: make_decoder(tiny_config(changes)))
+  every = {"moe.num_experts": 2, "moe.router_bias": True, "moe.dense_first": 1}
+  every |= {"model.attn_sinks": True, "model.qkv_bias": True, "mod.routing": "learned"}
+  variables = jax.tree.leaves(abstract(changes | every), is_leaf=is_variable)
+  found = {(v.role, v.dtype == jnp.bfloat16) for v in variables}
+  narrow = {Role.MATRIX, Role.EXPERT, Role.HEAD}
+  wide = {Role.EMBEDDING, Role.NORM, Role.ROUTER, Role.BIAS, Role.SINK, Role.BUFFER}
+  assert found == {(role, True) for role in narrow} | {(role, False) for role in wide}
   model, rows = abstract(changes), random_rows(tiny_config(), 2)
-  assert {leaf.dtype for leaf in jax.tree.leaves(model)} == {jnp.dtype("bfloat16")}
   x, logits = jax.eval_shape(forward, model, rows)
   assert x.dtype == jnp.bfloat16 and logits.dtype == jnp.float32
   mixed = abstract({"precision.compute_dtype": "bfloat16"})

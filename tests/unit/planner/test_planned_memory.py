@@ -223,7 +223,7 @@ def test_weights_in_the_compute_dtype():
 
   assert part(step__scan_unroll=2) == 2 * layer + head
   assert part(step__scan_unroll=1) == layer + head
-  assert part(step__scan_unroll=2, precision__param_dtype="bfloat16") == 0
+  assert part(step__scan_unroll=2, precision__param_dtype="bfloat16") == 2 * (2 * 32 * 2)  # norms
 
 
 def test_what_is_largest_depends_on_the_run():

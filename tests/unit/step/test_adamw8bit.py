@@ -293,6 +293,27 @@ def test_updates_stay_short_where_gradients_vanish():
   assert longest < 2.5
 
 
+def test_directions_are_nearly_those_of_float32():
+  """Of the same gradients, in length and direction: rounding neither adds up nor has a bias."""
+  rng = np.random.default_rng(0)
+  params, scales = Three(), np.exp(rng.normal(size=72))
+  plain = tiny_config({"optimizer.grad_clip": 0.0, "optimizer.weight_decay": 0.0})
+  both = [config(block_size=256, weight_decay=0.0), plain]
+  both = [build_optimizer(cfg, "cpu").tx for cfg in both]
+  of_both = lambda g, states: [both[i].update(g, states[i], params) for i in range(2)]
+  update = jax.jit(of_both)
+  states, sums = [tx.init(params) for tx in both], np.zeros((2, 2, 6, 72))
+  for _ in range(150):
+    grads = jax.tree.map(jnp.zeros_like, params)
+    grads.stack[...] = jnp.asarray((rng.normal(size=(2, 6, 72)) + 0.1) * scales, jnp.float32)
+    moved, states = zip(*update(grads, states), strict=True)
+    directions = np.stack([np.float64(m.stack[...]) for m in moved])
+    sums += directions
+  for got, want in (directions, sums):
+    cosine = np.sum(got * want) / np.linalg.norm(got) / np.linalg.norm(want)
+    assert cosine > 0.998 and abs(np.linalg.norm(got) / np.linalg.norm(want) - 1.0) < 0.01
+
+
 def test_conversion_from_and_to_float32():
   cfg, plain = config(), tiny_config({"optimizer.grad_clip": 0.0})
   o = cfg.optimizer

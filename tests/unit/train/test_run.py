@@ -9,6 +9,7 @@ import threading
 import weakref
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import named_leaves, tiny_config
@@ -19,6 +20,8 @@ from ats_jax.config.schema import CheckpointConfig
 from ats_jax.data.sources import HELD_OUT, check_same_text, open_data, open_eval_sets
 from ats_jax.data.splits import open_datasets
 from ats_jax.inference.load import load_run
+from ats_jax.model.numerics import stored_dtype
+from ats_jax.model.param import is_variable
 from ats_jax.orchestrator.no_supervisor import NoSupervisor
 from ats_jax.orchestrator.trials.snapshots import Snapshots
 from ats_jax.planner.budget import budget
@@ -69,6 +72,12 @@ def first_weights(cfg, folder, initial):
     return jax.device_get((run.state.model, run.state.opt_state, run.step))
 
 
+def rounded(model):
+  """As a model of bfloat16 stores it."""
+  cast = lambda v: jax.tree.map(lambda x: x.astype(stored_dtype(v.role, jnp.dtype("bfloat16"))), v)
+  return jax.tree.map(cast, model, is_leaf=is_variable)
+
+
 def test_a_run_begins_with_the_averaged_weights_of_another(
   config, trained, interrupted, tmp_path, no_step
 ):
@@ -77,7 +86,7 @@ def test_a_run_begins_with_the_averaged_weights_of_another(
   cfg = config(seed=7, precision__param_dtype="bfloat16")
   model, opt_state, step = first_weights(cfg, tmp_path / "new", InitialWeights(source))
   assert step == 0
-  average = jax.tree.map(lambda x: x.astype("bfloat16"), state.ema)
+  average = rounded(state.ema)
   assert_same(model, average)
   assert not any(np.any(x) for x in jax.tree.leaves(opt_state))  # moments are not taken along
   earlier, *_ = first_weights(cfg, tmp_path / "earlier", InitialWeights(source, "3"))
@@ -87,6 +96,21 @@ def test_a_run_begins_with_the_averaged_weights_of_another(
   assert step == 3
   for part in (state.model, state.ema):
     assert np.any(np.asarray(jax.tree.leaves(own)[0]) != np.asarray(jax.tree.leaves(part)[0]))
+
+
+@pytest.mark.parametrize("own", ["float32", "bfloat16"])
+def test_a_run_begins_with_weights_in_bfloat16(config, tmp_path, no_step, own):
+  """What is in float32 there too loses nothing."""
+  moe = {"moe__num_experts": 2, "moe__router_bias": True}
+  with opened(config(precision__param_dtype="bfloat16", **moe), tmp_path / "source") as run:
+    finer = jax.tree.map(lambda x: x + jnp.asarray(1e-5, x.dtype), run.state.model)
+    run.checkpoints.save(1, dataclasses.replace(run.state, model=finer), {})
+  cfg = config(seed=7, precision__param_dtype=own, **moe)
+  model, *_ = first_weights(cfg, tmp_path / "new", InitialWeights(tmp_path / "source"))
+  got = named_leaves(model)
+  for name, want in named_leaves(finer).items():
+    np.testing.assert_array_equal(got[name], want.astype(got[name].dtype), err_msg=name)
+  assert model.embed.weight.dtype == jnp.float32
 
 
 def test_weights_that_cannot_be_taken(config, trained, tmp_path, no_step):
