@@ -208,15 +208,15 @@ def _decide_interval(
       wanted = [(request.action, request.cause, request.reason)]
     if not wanted:
       policy, proposal = _well(terms, policy, reading, request)
+    if proposal is None and not wanted:
+      proposal = triggers.unexplained(policy, reading, rises)
+      finding = _suspicion(policy, proposal)
   if not wanted and step > terms.warmup and 0 < terms.cfg.patience <= policy.worse_evals:
     reason = f"no lower than {policy.best_eval:.4g} in {policy.worse_evals} evaluations"
     now, before = (("num_steps", step),), (("num_steps", terms.num_steps),)
     wanted.append((EndRun(settings=now, before=before), "patience", reason))
     proposal = None
     policy = policy._replace(worse_evals=0)
-    if proposal is None and not wanted:
-      proposal = triggers.unexplained(policy, reading, rises)
-      finding = _suspicion(policy, proposal)
   policy, proposal = _allowed(terms, policy, proposal, reading)
   policy, decisions = _act(policy, wanted, step, applied=terms.cfg.mode == "act")
   good = reading.sound and not is_worse and not (finding is not None and finding.certain)
