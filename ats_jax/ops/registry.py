@@ -119,6 +119,8 @@ def _choose_slot(cfg, device, op, slot, asked) -> Choice:
     else:
       chosen = kernel
       break
+  if device.platform != "gpu":
+    missed, reasons = missed[:1], [] if missed else reasons  # the others are for GPUs too
   name = chosen.name if chosen else "xla"
   is_fallback = chosen is None or chosen.is_xla
   if missed and is_fallback and device.platform == "gpu" and cfg.ops.strict:

@@ -88,11 +88,13 @@ def cudnn_attention_block(cfg: Config, device: Device) -> str:
 
 def triton_attention(cfg: Config, device: Device) -> str:
   """Obstacle of `kernels_triton.attention`."""
+  if obstacle := triton(cfg, device):
+    return obstacle
   for name in ("head_dim", "v_head_dim"):
     width = getattr(cfg.model, name)
     if width and (width > 256 or plan.split(width) is None):  # 0: as wide as keys
       return f"the kernel takes widths such as 64, 80, 96, 128, 192, 256, model.{name} is {width}"
-  return triton(cfg, device)
+  return ""
 
 
 def triton(cfg: Config, device: Device) -> str:
