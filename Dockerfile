@@ -9,6 +9,7 @@ COPY ats_jax ats_jax
 COPY kernels_pallas kernels_pallas
 COPY kernels_cuda kernels_cuda
 COPY kernels_metal kernels_metal
+COPY kernels_triton kernels_triton
 COPY launch launch
 COPY configs configs
 RUN pip install --no-cache-dir ".[${EXTRAS}]"

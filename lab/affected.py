@@ -33,7 +33,14 @@ IGNORED = re.compile(
   r"docs/lab/records/|\.github/|\.gitignore$|\.pre-commit|LICENSE$|CITATION|\.ci/last-full-run$"
 )
 # Folders of modules: those that `ats-jax` may import, and all.
-INSTALLED = ("ats_jax", "configs", "kernels_cuda", "kernels_metal", "kernels_pallas")
+INSTALLED = (
+  "ats_jax",
+  "configs",
+  "kernels_cuda",
+  "kernels_metal",
+  "kernels_pallas",
+  "kernels_triton",
+)
 PACKAGES = (*INSTALLED, "lab")
 _DOTTED = re.compile(rf"\b(?:{'|'.join(PACKAGES)})(?:\.\w+)*\.\w*")
 _INSTALLED = {(name,) for name in INSTALLED}
