@@ -52,7 +52,8 @@ DESCRIPTION = """
 gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: {threads}
   shared_memory_per_block: 49152 shared_memory_per_block_optin: {shared}
-  shared_memory_per_core: {shared} registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  shared_memory_per_core: {core_shared}
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
   core_count: {cores} fpus_per_core: {lanes} clock_rate_ghz: {clock}
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
   memory_bandwidth: {bandwidth} device_memory_size: {memory} l2_cache_size: {cache}
@@ -95,7 +96,9 @@ class Gpu(NamedTuple):
     major, minor = self.capability.split(".")
     of = self._asdict() | {"major": major, "minor": minor, "cache": self.cache * 2**20}
     of |= {"bandwidth": self.gb_per_s * 10**9, "memory": self.gb * 10**9}
-    return DESCRIPTION.format(shared=SHARED.get(self.capability, 65536), **of)
+    if (shared := SHARED.get(self.capability)) is None:  # Turing, which keeps nothing for itself
+      return DESCRIPTION.format(shared=65536, core_shared=65536, **of)
+    return DESCRIPTION.format(shared=shared, core_shared=shared + 1024, **of)
 
 
 # Memory and clocks are of NVIDIA's data sheets, limits of the CUDA programming guide.

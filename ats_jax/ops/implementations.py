@@ -130,7 +130,7 @@ OPS: dict[str, Op] = {
     ),
     Kernel(
       "chunked",
-      {"forward": chunked.flash_attention},
+      {"forward": chunked.chunked_attention},
       default=("forward",),
       why="XLA's, without scores of seq x seq",
       obstacle=lambda cfg, device: "",

@@ -256,7 +256,9 @@ def activations(cfg: Config, state: TrainState, rows: int) -> int:
   """Bytes that wait for the backward pass of so many rows a device, see `peak`."""
   rows, seq = rows * num_shards("batch"), cfg.data.seq_len
   kept = _residuals(cfg, state, rows, seq)
-  is_whole = _runs_xla(cfg) and not cfg.mesh.context_ring  # a ring keeps nothing of seq x seq
+  is_whole = (
+    _runs_xla(cfg, "attention") and not cfg.mesh.context_ring
+  )  # a ring keeps nothing of seq x seq
   multiple = math.lcm(num_shards("residual_seq"), state.model.num.along_row.row_multiple())
   if is_whole or cfg.step.remat != "none" or seq % (2 * multiple):
     return kept
@@ -266,7 +268,7 @@ def activations(cfg: Config, state: TrainState, rows: int) -> int:
 
 def _scores(cfg: Config, rows: int) -> int:
   """Bytes of scores and of their gradient, of a device's queries and its own keys in a ring."""
-  if not (is_ring(cfg) and _runs_xla(cfg)):
+  if not (is_ring(cfg) and _runs_xla(cfg, "attention_block")):
     return 0
   heads, positions = (
     cfg.model.num_heads // num_shards("heads"),
@@ -275,8 +277,8 @@ def _scores(cfg: Config, rows: int) -> int:
   return 2 * rows * heads * positions**2 * 4
 
 
-def _runs_xla(cfg: Config) -> bool:
-  return asked_for(cfg).get("attention.forward", ("", ""))[1] == "xla"
+def _runs_xla(cfg: Config, op: str) -> bool:
+  return asked_for(cfg).get(f"{op}.forward", ("", ""))[1] == "xla"
 
 
 def _residuals(cfg: Config, state: TrainState, rows: int, seq: int) -> int:

@@ -23,7 +23,7 @@ def reserve(cfg: Config) -> str:
   return f"data.seq_len is {seq}, scores of {LEAST_ROW} fit" if seq <= LEAST_ROW else ""
 
 
-def flash_attention(
+def chunked_attention(
   q_BTNH: jax.Array,
   k_BTKH: jax.Array,
   v_BTKV: jax.Array,
@@ -56,6 +56,8 @@ def flash_attention(
     of = lambda a, first, end: jax.lax.slice_in_dim(a, first, end, axis=1)
     queries = TokenPositions(of(segment_ids_BT, begin, end), of(at_BT, begin, end))
     keys = TokenPositions(of(segment_ids_BT, first, end), of(at_BT, first, end))
-    kv = of(k_BTKH, first, end), of(v_BTKV, first, end)
-    parts.append(jax.checkpoint(attend)(of(q_BTNH, begin, end), *kv, queries, keys, sinks_N))
+    qkv = of(q_BTNH, begin, end), of(k_BTKH, first, end), of(v_BTKV, first, end)
+    if parts:  # one chunk after the other, backward too: else the scores of several may be there
+      parts[-1], qkv = jax.lax.optimization_barrier((parts[-1], qkv))
+    parts.append(jax.checkpoint(attend)(*qkv, queries, keys, sinks_N))
   return checkpoint_name(jnp.concatenate(parts, axis=1), ATTENTION_RESULTS[0])

@@ -23,8 +23,6 @@ from ats_jax.orchestrator.actions.settings import (
   EndRun,
   FullPrecision,
   GrowBatch,
-  decay_now,
-  grow_batch,
 )
 
 __all__ = [
@@ -51,7 +49,5 @@ __all__ = [
   "SetPenalty",
   "SetWeightDecay",
   "Stop",
-  "decay_now",
   "from_json",
-  "grow_batch",
 ]

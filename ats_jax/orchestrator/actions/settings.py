@@ -118,7 +118,10 @@ class ChangeSettings(Reopening):
 
 @dataclasses.dataclass(frozen=True)
 class GrowBatch(Reopening):
-  """Batches `by` times as large for the tokens that are left (`grow_batch`).
+  """Batches `by` times as large for the tokens that are left, in micro-batches of the same size.
+
+  The optimizer says which of its settings go with it (`OptimizerConfig.for_larger_batches`). The
+  schedule must be flat and go by the step alone, or it would jump.
 
   Attributes:
     by: factor, at least 2.
@@ -128,16 +131,48 @@ class GrowBatch(Reopening):
 
   def wanted(self, cfg: Config, step: int) -> Settings:
     """Batch, micro-batches, length and what the optimizer has to say."""
-    return self.settings or grow_batch(cfg, step, self.by).settings
+    if self.settings:
+      return self.settings
+    by = self.by
+    if by < 2:
+      raise ValueError(f"batches are to be {by} times as large; use a whole number from 2 on.")
+    o, left = cfg.optimizer, cfg.num_steps - step
+    of_optimizer = o.for_larger_batches(by)
+    if of_optimizer is None:
+      raise ValueError(
+        f"optimizer.name={o.name} does not say how its settings go with larger batches. Leave "
+        "data.batch_size as it is."
+      )
+    if o.schedule.name != "constant" and not _is_flat(cfg, step):
+      raise ValueError(
+        f"optimizer.schedule={o.schedule.name} at step {step} of {cfg.num_steps} would jump with "
+        "fewer steps. Batches can grow in the flat part of 'wsd' or 'constant'."
+      )
+    return (
+      ("data.batch_size", by * cfg.data.batch_size),
+      ("step.accum_steps", by * cfg.step.accum_steps),
+      ("num_steps", step + -(-left // by)),
+      *((f"optimizer.{name}", value) for name, value in of_optimizer.items()),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class DecayNow(Reopening):
-  """Begin the decay of the schedule 'wsd', and end with it (`decay_now`)."""
+  """End a run early, as well as it can be ended: the decay of 'wsd' begins.
+
+  Hagele et al. 2024 (arXiv:2405.18392). `python -m ats_jax forecast` says what it would cost.
+  """
 
   def wanted(self, cfg: Config, step: int) -> Settings:
     """An earlier end."""
-    return self.settings or decay_now(cfg, step).settings
+    if self.settings:
+      return self.settings
+    if not _is_flat(cfg, step):
+      raise ValueError(
+        f"optimizer.schedule={cfg.optimizer.schedule.name} over num_steps={cfg.num_steps} cannot "
+        f"begin to decay after step {step}: only 'wsd' can, and only sooner than it would anyway."
+      )
+    return (("num_steps", decay_from(cfg, step)),)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,55 +241,6 @@ def with_new_settings(cfg: Config, action: Reopening, step: int) -> Config:
     )
   mesh_sizes(new, jax.device_count())
   return new
-
-
-def decay_now(cfg: Config, step: int) -> ChangeSettings:
-  """End a run early, as well as it can be ended: let the decay of 'wsd' begin after `step`.
-
-  Hagele et al. 2024 (arXiv:2405.18392). `python -m ats_jax forecast` says what it would cost.
-
-  Raises:
-    ValueError: if the schedule has no decay that can begin at any time, or it has begun.
-  """
-  if not _is_flat(cfg, step):
-    raise ValueError(
-      f"optimizer.schedule={cfg.optimizer.schedule.name} over num_steps={cfg.num_steps} cannot "
-      f"begin to decay after step {step}: only 'wsd' can, and only sooner than it would anyway."
-    )
-  return ChangeSettings((("num_steps", decay_from(cfg, step)),))
-
-
-def grow_batch(cfg: Config, step: int, by: int = 2) -> ChangeSettings:
-  """Batches `by` times as large for the tokens that are left, in micro-batches of the same size.
-
-  The optimizer says which of its settings go with it (`OptimizerConfig.for_larger_batches`).
-
-  Raises:
-    ValueError: if the optimizer has no rule for it, or the schedule would jump: it must be flat,
-      and go by the step alone.
-  """
-  if by < 2:
-    raise ValueError(f"batches are to be {by} times as large; use a whole number from 2 on.")
-  o, left = cfg.optimizer, cfg.num_steps - step
-  of_optimizer = o.for_larger_batches(by)
-  if of_optimizer is None:
-    raise ValueError(
-      f"optimizer.name={o.name} does not say how its settings go with larger batches. Leave "
-      "data.batch_size as it is."
-    )
-  if o.schedule.name != "constant" and not _is_flat(cfg, step):
-    raise ValueError(
-      f"optimizer.schedule={o.schedule.name} at step {step} of {cfg.num_steps} would jump with "
-      "fewer steps. Batches can grow in the flat part of 'wsd' or 'constant'."
-    )
-  return ChangeSettings(
-    (
-      ("data.batch_size", by * cfg.data.batch_size),
-      ("step.accum_steps", by * cfg.step.accum_steps),
-      ("num_steps", step + -(-left // by)),
-      *((f"optimizer.{name}", value) for name, value in of_optimizer.items()),
-    )
-  )
 
 
 def _is_flat(cfg: Config, step: int) -> bool:

@@ -17,8 +17,6 @@ from ats_jax.orchestrator.actions.settings import (
   DecayNow,
   EndRun,
   GrowBatch,
-  decay_now,
-  grow_batch,
   with_new_settings,
 )
 from ats_jax.orchestrator.policy.state import PolicyState
@@ -77,7 +75,7 @@ def test_what_cannot_be_is_refused(cfg, settings, message):
 
 @pytest.mark.parametrize("step", [17, 50, 77])
 def test_decay_begins_now_and_the_run_ends_early(step):
-  (setting,) = decay_now(WSD, step).settings
+  (setting,) = DecayNow().wanted(WSD, step)
   new = with_settings(WSD, dict([setting]))
   assert step < new.num_steps < WSD.num_steps
   rates = np.array([learning_rate(new, jnp.int32(t)) for t in range(new.num_steps)])
@@ -88,17 +86,17 @@ def test_decay_begins_now_and_the_run_ends_early(step):
 
 
 @pytest.mark.parametrize("step", [80, 99])
-@pytest.mark.parametrize("make", [decay_now, grow_batch])
-def test_what_has_begun_to_decay_is_left_alone(step, make):
+@pytest.mark.parametrize("kind", [DecayNow, GrowBatch])
+def test_what_has_begun_to_decay_is_left_alone(step, kind):
   with pytest.raises(ValueError, match=f"wsd.*step {step}"):
-    make(WSD, step)
+    kind().wanted(WSD, step)
   with pytest.raises(ValueError, match="schedule=cosine"):
-    make(with_settings(WSD, {"optimizer.schedule": "cosine"}), 10)
+    kind().wanted(with_settings(WSD, {"optimizer.schedule": "cosine"}), 10)
 
 
 def test_a_batch_grows_with_what_belongs_to_it():
   step = 40
-  new = with_new_settings(WSD, grow_batch(WSD, step), step)
+  new = with_new_settings(WSD, GrowBatch(), step)
   old_tokens = WSD.num_steps * WSD.data.batch_size
   assert step * WSD.data.batch_size + (new.num_steps - step) * new.data.batch_size == old_tokens
   assert new.data.batch_size / new.step.accum_steps == WSD.data.batch_size
@@ -121,9 +119,9 @@ def filled(action, cfg, step):
 def test_what_an_action_changes_follows_from_the_step_at_which_it_is_done():
   for step in (30, 40):
     new, _ = filled(GrowBatch(2), WSD, step)
-    assert new == with_new_settings(WSD, grow_batch(WSD, step), step)
+    assert new == with_new_settings(WSD, GrowBatch(), step)
     new, done = filled(DecayNow(), WSD, step)
-    assert new == with_new_settings(WSD, decay_now(WSD, step), step)
+    assert new == with_new_settings(WSD, DecayNow(), step)
     assert done.before == (("num_steps", 100),)
     assert filled(EndRun(), WSD, step)[0].num_steps == step
 
@@ -143,7 +141,7 @@ def test_weights_of_balance_losses_can_change():
 def test_a_batch_does_not_grow_with_an_optimizer_that_has_no_rule_for_it():
   optimizer = OptimizerConfig(name="other", schedule=WSD.optimizer.schedule)
   with pytest.raises(ValueError, match=r"optimizer\.name=other does not say how .*Leave data"):
-    grow_batch(dataclasses.replace(WSD, optimizer=optimizer), 40)
+    GrowBatch().wanted(dataclasses.replace(WSD, optimizer=optimizer), 40)
 
 
 def test_who_sets_a_changed_setting_anew_has_the_last_word():

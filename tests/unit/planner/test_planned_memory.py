@@ -142,7 +142,20 @@ def test_flash_attention_keeps_nothing_of_seq_by_seq():
 def test_a_ring_keeps_nothing_of_seq_by_seq():
   """Whatever computes it; XLA has its scores at a time."""
   ring = {"step__remat": "none", "mesh__context": 2, "mesh__context_ring": True}
-  assert kept(**ring) == kept(ops__kernels=Table(attention="xla"), **ring)
+  assert kept(**ring) == kept(ops__kernels=Table(attention_block="xla"), **ring)
+
+
+def test_scores_of_a_ring_count_where_xla_computes_them():
+  def largest(**kernels):
+    ring = {"mesh.context": 2, "mesh.context_ring": True, "ops.kernels": kernels}
+    cfg = tiny_config(ring)
+    state, context = planned(cfg)
+    with context:
+      return sum(peak(cfg, state).parts.values()), cfg
+
+  (kernel, cfg), (xla, _) = largest(), largest(attention_block="xla")
+  positions = cfg.data.seq_len // 2
+  assert xla - kernel == 2 * cfg.data.batch_size * cfg.model.num_heads * positions**2 * 4
 
 
 def test_activations_are_cut_along_the_row():

@@ -10,12 +10,12 @@ from ats_jax.inference.load import load_run
 from ats_jax.orchestrator import hooks
 from ats_jax.orchestrator.actions import (
   ChangeSettings,
+  DecayNow,
   EndRun,
   FullPrecision,
   GrowBatch,
   SaveCheckpoint,
   SetLearningRateScale,
-  decay_now,
 )
 from ats_jax.orchestrator.policy import triggers
 from ats_jax.orchestrator.record import ledger
@@ -83,7 +83,7 @@ def test_capacity_is_changed_and_put_back(config, tmp_path, asked, monkeypatch):
 
 def test_decay_begins_when_a_hook_says_so(config, tmp_path, asked):
   cfg = config(num_steps=40, optimizer__schedule="wsd", optimizer__schedule__decay_fraction=0.25)
-  asked |= {12: decay_now(cfg, 12)}
+  asked |= {12: DecayNow()}
   assert int(train(cfg, tmp_path).step) == 18
   rate = logged(tmp_path, "train/learning_rate")
   assert sorted(rate) == list(range(1, 19))
