@@ -83,15 +83,16 @@ def test_capacity_is_changed_and_put_back(config, tmp_path, asked, monkeypatch):
 
 def test_decay_begins_when_a_hook_says_so(config, tmp_path, asked):
   cfg = config(num_steps=40, optimizer__schedule="wsd", optimizer__schedule__decay_fraction=0.25)
-  asked |= {12: DecayNow()}
-  assert int(train(cfg, tmp_path).step) == 18
+  asked |= {12: DecayNow()}  # it is done at the next look, and counts from there
+  assert int(train(cfg, tmp_path).step) == 23
   rate = logged(tmp_path, "train/learning_rate")
-  assert sorted(rate) == list(range(1, 19))
-  assert rate[13] == pytest.approx(1e-3) and rate[18] == pytest.approx(1e-4)
-  assert int(train(cfg, tmp_path).step) == 18  # the same command: it is complete
+  assert sorted(rate) == list(range(1, 24))
+  assert rate[17] == pytest.approx(1e-3) and rate[18] < rate[17]
+  assert rate[23] == pytest.approx(1e-4)
+  assert int(train(cfg, tmp_path).step) == 23  # the same command: it is complete
   asked.clear()
-  longer = dataclasses.replace(cfg, num_steps=21)  # who sets it anew has the last word
-  assert int(train(longer, tmp_path).step) == 21
+  longer = dataclasses.replace(cfg, num_steps=26)  # who sets it anew has the last word
+  assert int(train(longer, tmp_path).step) == 26
 
 
 def test_a_larger_batch_reads_each_row_once(config, tmp_path, asked):
