@@ -149,7 +149,7 @@ writers = Registry("metric writer", "log.writers", "ats_jax.metrics.builtin")
 schedules = Registry("schedule", "optimizer.schedule.name", "ats_jax.config.schema.schedule")
 optimizers = Registry("optimizer", "optimizer.name", "ats_jax.config.schema.optimizer")
 formats = Registry("data format", "the suffix of a file", "ats_jax.data.text.source")
-losses = Registry("loss", "step.loss", "ats_jax.config.schema.step")
+losses = Registry("loss", "step.loss.name", "ats_jax.config.schema.loss")
 routers = Registry("router", "moe.router", "ats_jax.config.schema.moe")
 orders = Registry("order of rows", "data.order.name", "ats_jax.config.schema.row_order")
 

@@ -318,7 +318,8 @@ def pack(
   split = [opened.content, part, opened.split.fraction]
   packing, text_format = cfg.packing_kind, format_of(cfg)
   weights = text_format.weights
-  shape = [cfg.seq_len, packing, cfg.max_segments, *([cfg.overlap] if cfg.overlap else [])]
+  max_documents = cfg.max_segments // (2 if text_format.second_code else 1)
+  shape = [cfg.seq_len, packing, max_documents, *([cfg.overlap] if cfg.overlap else [])]
   fingerprint = cache.digest("rows", split, tokenizer.fingerprint, text_format.key, shape)
   if weights is not None:
     fingerprint = cache.digest(fingerprint, weights.tolist())
@@ -328,7 +329,7 @@ def pack(
     lengths = corpus.length[fitting] + 1
     plan = make_layout(
       lengths, _order(corpus.key[fitting], seed), seq_len=cfg.seq_len, packing=packing,
-      max_segments=cfg.max_segments, overlap=cfg.overlap,
+      max_segments=max_documents, overlap=cfg.overlap,
     )  # fmt: skip
     for name, values in plan._replace(document=fitting[plan.document])._asdict().items():
       np.save(folder / f"{name}.npy", values)
@@ -360,7 +361,13 @@ def pack(
     "files": [*passed_over["files"], corpus.report["file"]],
   }
   packed = Packed(
-    corpus, plan, tokenizer, seq_len=cfg.seq_len, weights=weights, overlap=cfg.overlap
+    corpus,
+    plan,
+    tokenizer,
+    seq_len=cfg.seq_len,
+    weights=weights,
+    overlap=cfg.overlap,
+    second_code=text_format.second_code,
   )
   dataset = Dataset(packed, fingerprint=fingerprint, seed=seed, report=report)
   if says:

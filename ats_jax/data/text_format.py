@@ -26,10 +26,13 @@ class TextFormat:
       if tokens have no codes: then each counts 1.
     cuts: whether a document that is longer than a row is cut; else it is left out.
     reads_ids: whether files of token ids hold documents too.
+    second_code: of pairs, the code from which on tokens are of the second segment of a document; 0
+      = a document is one segment.
   """
 
   cuts = True
   reads_ids = True
+  second_code = 0
 
   def __init__(self, cfg: DataConfig):
     self._cfg = cfg

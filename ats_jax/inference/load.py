@@ -20,6 +20,7 @@ from ats_jax.config.schema.schedule import Constant
 from ats_jax.config.schema.setting import Table
 from ats_jax.data.tokens.file import load_tokenizer
 from ats_jax.data.tokens.tokenizer import Tokenizer
+from ats_jax.extensions import losses
 from ats_jax.inference.generator import generate
 from ats_jax.model.decoder import Decoder
 from ats_jax.model.layout import stacks
@@ -180,7 +181,8 @@ def _restored(
   cfg = fit_devices(cfg, jax.device_count())
   mesh = make_mesh(cfg)
   stack.enter_context(on_mesh(cfg, mesh))
-  program = make_program(cfg)
+  loss = cfg.step.loss.name  # that of an extension is not loaded
+  program = make_program(cfg, losses.find(loss)(cfg) if loss in losses else None)
   part = "ema" if cfg.optimizer.has_average else "model"
   abstract = abstract_like(getattr(program.init(abstract=True), part), mesh)
   run = workdir.load_identity(folder)

@@ -131,7 +131,7 @@ def step_function(
     for part in parts:
       used = part.used_model(before, used)
 
-    totals = batch_totals(batch, rules)
+    totals = batch_totals(batch, rules, objective)
     key = fold(before.key, Purpose.PASS, before.step)
     sums, stats, grads = gradients(used, batch, totals, key, rules)
     means = objective.means(sums, totals)

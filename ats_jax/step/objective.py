@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol, override
+from typing import Any, ClassVar, NamedTuple, Protocol, override
 
 import jax
 import jax.numpy as jnp
@@ -30,23 +30,27 @@ class Totals(NamedTuple):
     places: the number of tokens that go through a layer which skips some, in training. With static
       routing, which lets a few less through, an upper bound.
     rows: the number of rows with a token that is not padding.
+    items: the number of what the loss is a mean over (`Objective.items`).
   """
 
   counted: jax.Array
   real: jax.Array
   places: jax.Array
   rows: jax.Array
+  items: jax.Array
 
 
-def batch_totals(batch: Batch, rules: Pass) -> Totals:
-  """Count a batch [..., seq]."""
+def batch_totals(batch: Batch, rules: Pass, objective: "Objective | None" = None) -> Totals:
+  """Count a batch [..., seq]; without an objective the loss is a mean over tokens."""
   lengths = jnp.sum(batch["segment_ids"] > 0, axis=-1, dtype=jnp.float32)
   places = rules.places(batch["segment_ids"].shape[-1])
+  counted = jnp.sum(batch["loss_mask"])
   return Totals(
-    counted=jnp.sum(batch["loss_mask"]),
+    counted=counted,
     real=jnp.sum(lengths),
     places=jnp.sum(jnp.minimum(lengths, places)),
     rows=jnp.sum(lengths > 0, dtype=jnp.float32),
+    items=counted if objective is None else objective.items(batch),
   )
 
 
@@ -70,7 +74,12 @@ class Objective(Protocol):
   The contributions of a batch's micro-batches add up to its loss, so they divide by totals of the
   whole batch. Then any split into micro-batches gives one gradient. Weights that do not train (a
   reference model) belong into a program of their own, whose results are fields of the batch.
+
+  Attributes:
+    ITEMS: what the loss is a mean over, as the name of a metric.
   """
+
+  ITEMS: ClassVar[str] = "tokens"
 
   @property
   def fields(self) -> Mapping[str, Field]:
@@ -90,6 +99,20 @@ class Objective(Protocol):
       key: the key of this micro-batch, for dropout, noise and random routing.
     """
     ...
+
+  def items(self, batch: Batch) -> jax.Array:
+    """Count what the loss of a batch [..., seq] is a mean over."""
+    return jnp.sum(batch["loss_mask"])
+
+  def score(
+    self, model: Decoder, batch: Batch, step: StepConfig, rules: Pass
+  ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], StackStats]:
+    """Score held-out rows [batch, seq]: sums over items of losses and of right ones, and the items.
+
+    The statistics of the sparse layers are the second result.
+    """
+    sums, stats = loss_sums(model, batch, step, rules)
+    return (sums.cross_entropy, sums.correct, jnp.sum(batch["loss_mask"])), stats
 
   def means(self, sums: Any, totals: Totals) -> dict[str, jax.Array]:
     """Compute the metrics of a batch by name, float32 scalars.
@@ -223,20 +246,24 @@ def _final_activations(
   )
 
 
-def make_eval_step(cfg: Config, options: Options | None = None) -> jax.stages.Wrapped:
+def make_eval_step(
+  cfg: Config, options: Options | None = None, objective: Objective | None = None
+) -> jax.stages.Wrapped:
   """Return the jitted `(model, batch [batch, seq], rules, layers=False) -> float32[3]`.
 
-  The three are sums over tokens: cross-entropy in nats, correct predictions, counted tokens. With
+  The three are sums over tokens: cross-entropy in nats, correct predictions, counted tokens; with
+  an `objective` what its `score` returns. With
   `layers` two numbers follow for each layer that skips tokens: first of each the tokens that went
   through it, then of each all tokens. `rules` say how sparse layers choose and what is in 8 bits
   (`Program.rules`); `options` are of the compiler.
   """
+  scorer = Pretraining(cfg) if objective is None else objective
 
   @functools.partial(jax.jit, static_argnames=("rules", "layers"), compiler_options=options or None)
   def eval_step(model: Decoder, batch: Batch, rules: Pass, layers: bool = False) -> jax.Array:
     assert not rules.training, "training's routing sees the future"
-    sums, stats = loss_sums(model, batch, cfg.step, rules)
-    of_all = jnp.stack([sums.cross_entropy, sums.correct, jnp.sum(batch["loss_mask"])])
+    of_items, stats = scorer.score(model, batch, cfg.step, rules)
+    of_all = jnp.stack(of_items)
     if not layers or stats.depth_L is None:
       return of_all
     mod = by_layer(stats, model.layout, "mod")

@@ -283,6 +283,6 @@ def make_program(cfg: Config, objective: Objective | None = None) -> Program:
     objective=objective,
     options=options,
     train_step=make_train_step(cfg, optimizer, objective, options),
-    eval_step=make_eval_step(cfg, evaluation_options(options)),
+    eval_step=make_eval_step(cfg, evaluation_options(options), objective),
     counts=count(cfg, model, cfg.data.seq_len),
   )

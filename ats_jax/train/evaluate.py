@@ -27,7 +27,7 @@ def score(program: Program, model: Decoder, dataset: Rows, step: int) -> dict[st
     step: updates that made the weights (layers that skip tokens may change over a run).
 
   Returns:
-    eval/loss (nats per token), eval/perplexity, eval/accuracy, eval/tokens, and
+    eval/loss (nats per token), eval/accuracy, eval/tokens, eval/perplexity, and
     eval/bits_per_byte where the bytes of the text are known; with layers in 8 bits eval/fp8_gap,
     how much higher the loss is than without them; for each layer that skips tokens
     eval/mod/layer_routed/layer_NN, the share that went through it by the causal rule. Means are
@@ -35,7 +35,8 @@ def score(program: Program, model: Decoder, dataset: Rows, step: int) -> dict[st
   """
   rules = program.rules(step)
   loss_sum, correct, tokens, *by_layer = _sums(program, model, dataset, rules)
-  metrics = eval_metrics(loss_sum, correct, tokens, dataset)
+  items = program.objective.ITEMS
+  metrics = eval_metrics(loss_sum, correct, tokens, dataset, items)
   layers = len(by_layer) // 2
   for number, (routed, of) in enumerate(zip(by_layer[:layers], by_layer[layers:], strict=True)):
     metrics[f"eval/mod/layer_routed/layer_{number:02d}"] = routed / of
@@ -45,24 +46,24 @@ def score(program: Program, model: Decoder, dataset: Rows, step: int) -> dict[st
   return metrics
 
 
-def eval_metrics(loss_sum: float, correct: float, tokens: float, dataset: Rows) -> dict[str, float]:
-  """The metrics of `score`, of sums over the counted tokens of `dataset`.
+def eval_metrics(
+  loss_sum: float, correct: float, counted: float, dataset: Rows, items: str = "tokens"
+) -> dict[str, float]:
+  """The metrics of `score`, of sums over the `items` of `dataset` (`Objective.ITEMS`).
 
   Raises:
     ValueError: if there are none.
   """
-  if not tokens:
+  if not counted:
     raise ValueError(
       "evaluation: the validation split is empty. Train with data.validation_fraction or "
       "data.validation_paths, or evaluate on other text with --paths."
     )
-  loss = loss_sum / tokens
-  metrics = {
-    "eval/loss": loss,
-    "eval/perplexity": math.exp(min(loss, 700.0)),
-    "eval/accuracy": correct / tokens,
-    "eval/tokens": tokens,
-  }
+  loss = loss_sum / counted
+  metrics = {"eval/loss": loss, "eval/accuracy": correct / counted, f"eval/{items}": counted}
+  if items != "tokens":
+    return metrics
+  metrics["eval/perplexity"] = math.exp(min(loss, 700.0))
   if dataset.info.bytes_per_token:
     metrics["eval/bits_per_byte"] = loss / math.log(2.0) / dataset.info.bytes_per_token
   return metrics

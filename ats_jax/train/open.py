@@ -42,6 +42,7 @@ from ats_jax.store.paths import Path
 from ats_jax.train import report
 from ats_jax.train.compiled import CompiledSteps, Key, PendingStep, begin_compiling
 from ats_jax.train.feed import train_feed
+from ats_jax.train.fields import sets_with_fields, with_fields
 from ats_jax.train.num_steps import rows_read, with_num_steps
 from ats_jax.train.resize import DEVICES, resize_to_devices, with_smaller_micro_batch
 from ats_jax.train.run import FolderWatch, Run
@@ -125,14 +126,22 @@ def open_run(
     mesh = make_mesh(cfg)
     enter(on_mesh(cfg, mesh))
     stop = enter(StopSignal())
-    program = make_program(cfg, losses.find(cfg.step.loss)(cfg)).continued(origin.extra)
+    program = make_program(cfg, losses.find(cfg.step.loss.name)(cfg)).continued(origin.extra)
+    state = None
+    if cfg.step.loss.ROWS:  # before rows are read ahead
+      if origin.restore is None:
+        state = restored_or_new(program, origin, initial, train_set)
+      first_weights = None if state is None else state.model
+      train_set = with_fields(program, folder, first_weights, train_set)
+      eval_sets = sets_with_fields(program, folder, first_weights, eval_sets)
     batches = enter(
       train_feed(cfg, train_set, origin.extra.get(POSITION), tells=True, on_mesh=True)
     )
     first = Key(program.training_rules(origin.step + 1), batches.row_length)
     ended = origin.step >= cfg.num_steps
     steps = CompiledSteps(PendingStep() if ended else begin_compiling(program, first))
-    state = restored_or_new(program, origin, initial, train_set)
+    if state is None:
+      state = restored_or_new(program, origin, initial, train_set)
     if jax.process_index() == 0:
       save_tokenizer(train_set.info.tokenizer, folder / workdir.TOKENIZER)
       if initial is not None and origin.restore is None:
@@ -267,6 +276,8 @@ def open_log(
       cfg, program.counts, program.training_rules(step), values, arrays
     )
     figures |= source_metrics(passes, values)
+    if program.objective.ITEMS != "tokens":
+      figures["train/perplexity"] = None
     return figures | course.metrics(step, values) | watchdog.metrics()
 
   log = StepLog(

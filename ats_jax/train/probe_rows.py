@@ -16,18 +16,21 @@ from ats_jax.sharding.mesh import local_rows, to_global
 
 
 def probe_feed(
-  cfg: Config, eval_sets: Sequence[EvalSet], train_set: TrainRows
+  cfg: Config, eval_sets: Sequence[EvalSet], train_set: TrainRows, *, cuts: bool = True
 ) -> tuple[dict[str, jax.Array], tuple[str, ...]]:
   """The orchestrator's probe on the mesh: blocks from all over every evaluation set.
 
   They are not of the rows that evaluation reports, where a set has enough others. Without any set
-  they are of the training rows.
+  they are of the training rows. Unless `cuts` they are whole rows.
 
   Returns:
     A batch [parts, rows, seq], a part of which takes no more memory than one of an evaluation; and
     of each part the name of its set, "main" for the validation split.
   """
-  mesh, block_len = jax.sharding.get_mesh(), min(SHORT, cfg.data.seq_len)
+  mesh, block_len = (
+    jax.sharding.get_mesh(),
+    min(SHORT, cfg.data.seq_len) if cuts else cfg.data.seq_len,
+  )
   count = num_blocks(cfg, block_len)
   sets = [(each.name or "main", each.prefix, each.dataset) for each in eval_sets]
   sets = sets[:count] or [("main", "", train_set)]
@@ -37,7 +40,7 @@ def probe_feed(
     reported = (
       (cfg.eval.num_batches * cfg.data.batch_size or dataset.info.num_rows) if eval_sets else 0
     )
-    some, apart = sample_blocks(dataset, parts * rows, reported)
+    some, apart = sample_blocks(dataset, parts * rows, reported, block_len)
     blocks.append(some)
     shared += [] if apart else [f"{prefix}loss"]
   if shared and eval_sets:

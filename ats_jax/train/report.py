@@ -140,7 +140,7 @@ def scores(cfg: Config, train_set: TrainRows, valid_set: Rows, metrics: dict[str
   """Log validation scores, beside a bigram model's loss if asked (`eval.bigram_baseline`)."""
   shown = {name[5:]: shorten(v) for name, v in metrics.items() if "/layer_routed/" not in name}
   logging.info("validation: %s", ", ".join(f"{name} {value}" for name, value in shown.items()))
-  if cfg.eval.bigram_baseline and valid_set.info.num_rows:
+  if cfg.eval.bigram_baseline and "eval/perplexity" in metrics and valid_set.info.num_rows:
     baseline = bigram_baseline(cfg, train_set, valid_set)
     word = "below" if metrics["eval/loss"] < baseline else "NOT below"
     logging.info(

@@ -20,7 +20,9 @@ from ats_jax.train.run import Run
 def open_supervisor(run: Run, snapshots: Snapshots) -> Supervisor:
   """A supervisor with a probe that is not trained on; `start` begins."""
   abstract = abstract_like(run.program.init(abstract=True), jax.sharding.get_mesh())
-  probe, domains = probe_feed(run.cfg, run.eval_sets, run.train_set)
+  probe, domains = probe_feed(
+    run.cfg, run.eval_sets, run.train_set, cuts=run.program.objective.ITEMS == "tokens"
+  )
   return Supervisor(
     run.program,
     probe,

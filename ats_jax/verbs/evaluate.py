@@ -23,6 +23,7 @@ from ats_jax.inference.load import load_run
 from ats_jax.store import paths
 from ats_jax.store.paths import Path
 from ats_jax.train.evaluate import score_all
+from ats_jax.train.fields import sets_with_fields
 from ats_jax.verbs import cli
 
 NAME = re.compile("[a-z][a-z0-9_-]*=")
@@ -71,6 +72,7 @@ def evaluate_run(
         f"evaluation: the validation split is empty, as {folder} was trained without one. Train "
         "with data.validation_fraction or data.validation_paths, or give other text by --paths."
       )
+    sets = sets_with_fields(run.program, folder, None, sets)
     return run.step, score_all(run.program, run.model, sets, run.step)
 
 

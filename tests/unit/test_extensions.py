@@ -281,7 +281,7 @@ def test_the_examples_of_the_guide(tmp_path):
       "optimizer.name": extensions.optimizers,
       "optimizer.schedule": extensions.schedules,
       "data.order": extensions.orders,
-      "step.loss": extensions.losses,
+      "step.loss.name": extensions.losses,
       "moe.router": extensions.routers,
     }.items()
   }

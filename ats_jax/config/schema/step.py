@@ -4,11 +4,8 @@ import dataclasses
 from typing import Any
 
 from ats_jax.config.schema import rules
-from ats_jax.config.schema.setting import Table, setting, when
-from ats_jax.extensions import losses
-
-# A loss is `(resolved config) -> ats_jax.step.objective.Objective`.
-losses.late("ats_jax.step.by_source:pretraining_objective", "cross_entropy")
+from ats_jax.config.schema.loss import LOSSES, LossConfig
+from ats_jax.config.schema.setting import Table, section, setting, when
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +48,7 @@ class StepConfig:
   loss_chunk_tokens: int = setting(
     8192, "tokens whose logits exist at one time, over all devices", low=1, resume="free"
   )
-  loss: str = setting("cross_entropy", "what is minimised", choices=losses)
+  loss: LossConfig = section(LOSSES, "cross_entropy")
   z_loss: float = setting(0.0, "weight of mean(logsumexp(logits)^2)", low=0.0)
   label_smoothing: float = setting(
     0.0, "share of the target spread over the vocabulary", low=0.0, high=0.9

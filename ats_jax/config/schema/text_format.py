@@ -130,7 +130,36 @@ class Chat(Format):
     for one in data.filters:
       if isinstance(one, ChangesText):
         raise ValueError(
-          f"data.filters: {one.name} changes text, and data.format=chat reads conversations, which "
-          "are kept as they are or dropped. Leave it out; text beside them can be filtered by "
-          "`ats-jax data prepare` first."
+          f"data.filters: {one.name} changes text, and data.format={self.name} reads "
+          "conversations, which are kept as they are or dropped. Leave it out; text beside them "
+          "can be filtered by `ats-jax data prepare` first."
         )
+
+
+@FORMATS.register
+@dataclasses.dataclass(frozen=True)
+class Pairs(Chat):
+  """Pairs of answers, of which one is preferred."""
+
+  PART: ClassVar[str] = "ats_jax.data.chat.preference:PreferenceFormat"
+
+  name: str = FORMATS.tag("preference")
+
+  def check(self, cfg: Any) -> None:
+    """Refuse what rows of pairs cannot be beside."""
+    super().check(cfg)
+    data = cfg.data
+    if data.sources:
+      raise ValueError(
+        "data.format=preference with data.sources: rows of pairs are not mixed with others. Put "
+        "all pairs into data.paths."
+      )
+    if data.order.name != "shuffled":
+      raise ValueError(
+        f"data.order={data.order.name} with data.format=preference: pairs come at random. Set "
+        "data.order=shuffled."
+      )
+    if data.max_segments < 2:
+      raise ValueError(
+        f"data.max_segments={data.max_segments} has no room for a pair. Set it to at least 2."
+      )

@@ -21,12 +21,12 @@ ALIASES = {
   "observation": "tool",
   "ipython": "tool",
 }
-_LISTS = ("messages", "conversation", "conversations")  # fields that hold a list of turns
+LISTS = ("messages", "conversation", "conversations")  # fields that hold a list of turns
 _MEDIA = ("images", "videos", "audios", "image", "video", "audio")
 _VERDICTS = ("label", "kto_tag")  # false for an answer that is not to be learnt
 # All that is read of a record: tables need not read more.
 FIELDS = (
-  *_LISTS, "prompt", "completion", "instruction", "input", "output", "history", "system", "tools",
+  *LISTS, "prompt", "completion", "instruction", "input", "output", "history", "system", "tools",
   *_MEDIA, *_VERDICTS,
 )  # fmt: skip
 _DEEPEST = 100  # objects and lists of tools and their calls, one in the other
@@ -67,6 +67,11 @@ class Conversation(NamedTuple):
   messages: tuple[Message, ...]
   tools: Sequence[Any] | None = None
 
+  @property
+  def written(self) -> tuple["Conversation", ...]:
+    """What of it a template writes, one behind the other."""
+    return (self,)
+
 
 def read_conversation(record: Mapping[str, Any]) -> Conversation:
   """The conversation that a record holds.
@@ -82,7 +87,7 @@ def read_conversation(record: Mapping[str, Any]) -> Conversation:
   """
   has = list(record)
   record = {name: value for name, value in record.items() if value is not None}
-  _check_meaning(record)
+  check_meaning(record)
   turns = _turns(record, has)
   if not turns:
     raise MalformedError("no turns", "the conversation has no turn")
@@ -103,7 +108,7 @@ def read_conversation(record: Mapping[str, Any]) -> Conversation:
   return Conversation(tuple(messages), tools or None)
 
 
-def _check_meaning(record: Mapping[str, Any]) -> None:
+def check_meaning(record: Mapping[str, Any]) -> None:
   """Refuse a record of which a part that is not read changes what the rest means."""
   for name in _MEDIA:
     if record.get(name):
@@ -136,8 +141,8 @@ def _turns(record: Mapping[str, Any], has: Sequence[str]) -> list[Any]:
 
   `has` are the names of its fields, for a message.
   """
-  earlier = _earlier(record.get("history") or [])
-  for name in _LISTS:
+  earlier = turns_before(record.get("history") or [])
+  for name in LISTS:
     if name in record:
       if earlier:
         raise MalformedError("history", f"field 'history' stands beside the turns of {name!r}")
@@ -147,14 +152,10 @@ def _turns(record: Mapping[str, Any], has: Sequence[str]) -> list[Any]:
         )
       return record[name]
   if {"prompt", "completion"} <= record.keys():
-    asked = _part(record, "prompt", "user")
-    return earlier + asked + _part(record, "completion", "assistant")
+    asked = turns_in(record, "prompt", "user")
+    return earlier + asked + turns_in(record, "completion", "assistant")
   if {"instruction", "output"} <= record.keys():
-    asked = [_text(record, "instruction")]
-    if record.get("input"):
-      asked.append(_text(record, "input"))
-    question = _turn("user", "\n\n".join(asked))
-    return [*earlier, question, _turn("assistant", _text(record, "output"))]
+    return [*earlier, instructed(record), turn_of("assistant", text_of(record, "output"))]
   raise MalformedError(
     "no conversation",
     "no messages, conversation, conversations, prompt with completion, or instruction with output "
@@ -162,27 +163,37 @@ def _turns(record: Mapping[str, Any], has: Sequence[str]) -> list[Any]:
   )
 
 
-def _earlier(history: Any) -> list[Any]:
+def instructed(record: Mapping[str, Any]) -> dict[str, str]:
+  """The question in `instruction`, and perhaps `input`."""
+  asked = [text_of(record, "instruction")]
+  if record.get("input"):
+    asked.append(text_of(record, "input"))
+  return turn_of("user", "\n\n".join(asked))
+
+
+def turns_before(history: Any) -> list[Any]:
   """The turns of `history`, pairs of a question and an answer."""
   pairs = history if isinstance(history, list) else [history]
   turns = []
   for number, pair in enumerate(pairs, 1):
     if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(t, str) for t in pair):
       raise MalformedError("history", f"pair {number} of 'history' is no list of two texts")
-    turns += [_turn("user", pair[0]), _turn("assistant", pair[1])]
+    turns += [turn_of("user", pair[0]), turn_of("assistant", pair[1])]
   return turns
 
 
-def _part(record: Mapping[str, Any], name: str, role: str) -> list[Any]:
+def turns_in(record: Mapping[str, Any], name: str, role: str) -> list[Any]:
   """A prompt or a completion: turns, or the text of one."""
-  return record[name] if isinstance(record[name], list) else [_turn(role, _text(record, name))]
+  return record[name] if isinstance(record[name], list) else [turn_of(role, text_of(record, name))]
 
 
-def _turn(role: str, content: str) -> dict[str, str]:
+def turn_of(role: str, content: str) -> dict[str, str]:
+  """A turn as a record of `messages` has it."""
   return {"role": role, "content": content}
 
 
-def _text(record: Mapping[str, Any], name: str) -> str:
+def text_of(record: Mapping[str, Any], name: str) -> str:
+  """The text of a field; raises `MalformedError` if it is none."""
   value = record[name]
   if not isinstance(value, str):
     raise MalformedError("field not a string", f"field {name!r} is {_kind(value)}, not a string")

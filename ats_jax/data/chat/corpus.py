@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ats_jax.config.schema import DataConfig
-from ats_jax.data.chat.conversation import Conversation, MalformedError
-from ats_jax.data.chat.records import conversations
-from ats_jax.data.chat.tokenizer import ChatTokenizer
+from ats_jax.data.chat.conversation import MalformedError
+from ats_jax.data.chat.records import CONVERSATIONS, Schema, conversations
+from ats_jax.data.chat.segments import REJECTED
+from ats_jax.data.chat.tokenizer import ChatTokenizer, Encoded
 from ats_jax.data.corpus import cache
 from ats_jax.data.corpus.child import map_in_children
 from ats_jax.data.corpus.corpus import LAYOUT, Corpus, warn_of_malformed
@@ -26,11 +27,11 @@ _TURN_CHARS = 32  # that a template adds, about
 
 
 class _Found(NamedTuple):
-  """A conversation in its file: the number of that, and the place in it."""
+  """A `Conversation` or a pair in its file: the number of that, and the place in it."""
 
   file: int
   place: int
-  conversation: Conversation
+  conversation: Any
 
 
 class _Written(NamedTuple):
@@ -55,11 +56,13 @@ def open_chat_corpus(
   fingerprint: str,
   tokenizer: Tokenizer,
   options: TokeniseOptions,
+  kind: str = "conversations",
+  schema: Schema = CONVERSATIONS,
 ) -> Corpus:
   """The tokenised conversations of `files`, from the cache or made now.
 
-  A document is a conversation; its bytes are those of what was said. Weights are no part of it:
-  the codes say what the weights are of.
+  A document is a conversation, or a pair of them with an eos between; its bytes are those of what
+  was said. Weights are no part of it: the codes say what the weights are of.
 
   Args:
     cfg: `strict` and `cache_dir` are read.
@@ -67,6 +70,8 @@ def open_chat_corpus(
     fingerprint: a hash of their names and contents.
     tokenizer: with the template.
     options: processes and progress of tokenising.
+    kind: what the documents are, in the key of the cache.
+    schema: what records are read as.
 
   Raises:
     ValueError: if `cfg.strict` and something is malformed, or as `Template.render`.
@@ -75,11 +80,11 @@ def open_chat_corpus(
 
   def build(folder: Path) -> dict[str, Any]:
     fill = lambda shards, report: _fill(
-      shards, report, files, cfg.strict, tokenizer, options.workers
+      shards, report, files, cfg.strict, tokenizer, options.workers, schema
     )
     return write_corpus(folder, files, cfg, tokenizer, options._replace(copies_ids=False), fill)
 
-  key = cache.digest("conversations", "whole", LAYOUT, fingerprint, tokenizer.fingerprint)
+  key = cache.digest(kind, "whole", LAYOUT, fingerprint, tokenizer.fingerprint)
   root = cache.cache_root(cfg.cache_dir)
   folder = cache.cached(root, f"corpus-{key}", build, goes_on=True)
   warn_of_malformed(folder, cfg.strict)
@@ -93,13 +98,14 @@ def _fill(
   strict: bool,
   tokenizer: ChatTokenizer,
   workers: int,
+  schema: Schema,
 ) -> None:
   """Give `shards` what they do not hold yet.
 
   What a template has no place for is known when it is written. It is reported behind what was
   malformed as it was read, so that the report does not depend on who is how far.
   """
-  batches = _batches(files, report)
+  batches = _batches(files, report, schema)
   shards.skip_held(batches)
   sent = lambda batch: [
     (f"{files[record.file].path}:{record.place}", record.conversation) for record in batch
@@ -122,12 +128,12 @@ def _fill(
     report.bad(*problem)
 
 
-def _batches(files: list[SourceFile], report: Report) -> Iterator[list[_Found]]:
+def _batches(files: list[SourceFile], report: Report, schema: Schema) -> Iterator[list[_Found]]:
   """Lists of about `_BATCH_CHARS` characters; the same ones each time."""
   batch: list[_Found] = []
   num_chars = 0
   for number, file in enumerate(files):
-    for place, conversation in conversations(file, report):
+    for place, conversation in conversations(file, report, schema):
       report.documents += 1
       batch.append(_Found(number, place, conversation))
       num_chars += sum(_TURN_CHARS + len(m.content) for m in conversation.messages)
@@ -138,7 +144,7 @@ def _batches(files: list[SourceFile], report: Report) -> Iterator[list[_Found]]:
     yield batch
 
 
-def _write(tokenizer: Tokenizer, batch: list[tuple[str, Conversation]]) -> _Written:
+def _write(tokenizer: Tokenizer, batch: list[tuple[str, Any]]) -> _Written:
   """Conversations, each with where it is, in the words of the template, as ids.
 
   Raises:
@@ -148,12 +154,13 @@ def _write(tokenizer: Tokenizer, batch: list[tuple[str, Conversation]]) -> _Writ
   rendered, refused = [], []
   for number, (where, conversation) in enumerate(batch):
     try:
-      rendered.append(tokenizer.template.render(conversation))
+      rendered.append([tokenizer.template.render(each) for each in conversation.written])
     except MalformedError as e:
       refused.append((number, e.kind, str(e)))
     except ValueError as e:
       raise ValueError(f"{where}: {e}") from e
-  encoded = tokenizer.encode_segments(rendered)
+  parts = iter(tokenizer.encode_segments([part for parts in rendered for part in parts]))
+  encoded = [_joined([next(parts) for _ in of_one], tokenizer.eos_id) for of_one in rendered]
   lengths = np.zeros(len(batch), np.int64)
   lengths[np.setdiff1d(np.arange(len(batch)), [n for n, *_ in refused])] = [
     len(document.ids) for document in encoded
@@ -161,6 +168,18 @@ def _write(tokenizer: Tokenizer, batch: list[tuple[str, Conversation]]) -> _Writ
   ids = np.concatenate([document.ids for document in encoded] or [np.empty(0, np.uint32)])
   codes = np.concatenate([document.codes for document in encoded] or [np.empty(0, np.uint8)])
   return _Written(ids.astype(token_dtype(tokenizer.vocab_size)), codes, lengths, refused)
+
+
+def _joined(parts: list[Encoded], eos_id: int) -> Encoded:
+  """Conversations as one document, each in front of its eos but the last one."""
+  if len(parts) == 1:
+    return parts[0]
+  first, second = parts
+  eos, none = np.array([eos_id], first.ids.dtype), np.zeros(1, np.uint8)
+  return Encoded(
+    np.concatenate([first.ids, eos, second.ids]),
+    np.concatenate([first.codes, none, second.codes | np.uint8(REJECTED)]),
+  )
 
 
 def _entries(batch: list[_Found], written: _Written) -> Iterator[EncodedPiece]:

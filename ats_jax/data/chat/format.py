@@ -7,7 +7,7 @@ import numpy as np
 from ats_jax.config.schema import DataConfig
 from ats_jax.config.schema.text_format import Chat
 from ats_jax.data.chat.corpus import open_chat_corpus
-from ats_jax.data.chat.records import message_pieces
+from ats_jax.data.chat.records import CONVERSATIONS, Schema, message_pieces
 from ats_jax.data.chat.segments import COUNTS, role_of, weight_table
 from ats_jax.data.chat.tokenizer import with_template
 from ats_jax.data.corpus.corpus import Corpus
@@ -27,6 +27,7 @@ class ChatFormat(TextFormat):
 
   cuts = False
   reads_ids = False
+  schema: Schema = CONVERSATIONS
 
   def __init__(self, cfg: DataConfig):
     super().__init__(cfg)
@@ -45,11 +46,11 @@ class ChatFormat(TextFormat):
 
   def pieces(self, file: SourceFile, report: Report) -> Iterator[Piece]:
     """Return what is said in the conversations of a file, without a template."""
-    return message_pieces(file, report)
+    return message_pieces(file, report, self.schema)
 
   def judged_pieces(self, file: SourceFile, report: Report) -> Iterator[Piece]:
     """Yield the same with an empty line behind each turn."""
-    for piece in message_pieces(file, report):
+    for piece in message_pieces(file, report, self.schema):
       yield piece._replace(text=f"{piece.text}\n\n")
 
   def plan_split(
@@ -77,7 +78,9 @@ class ChatFormat(TextFormat):
   ) -> Corpus:
     """Return the conversations, with a code for each token."""
     del split  # it cuts nothing
-    return open_chat_corpus(self._cfg, files, fingerprint, tokenizer, options)
+    return open_chat_corpus(
+      self._cfg, files, fingerprint, tokenizer, options, self.key[0], self.schema
+    )
 
   def fitting(
     self, corpus: Corpus, documents: np.ndarray, seq_len: int
@@ -86,15 +89,18 @@ class ChatFormat(TextFormat):
 
     An answer without its question teaches nothing, so a conversation is not cut.
     """
-    weights = self.weights
     fits = corpus.length[documents] < seq_len
     codes = (corpus.codes(d, 0, int(corpus.length[d])) for d in map(int, documents))
-    counts = np.fromiter((weights[c].any() for c in codes), bool, len(documents))
+    counts = np.fromiter(map(self._counts, codes), bool, len(documents))
     left_out = {
       f"longer than a row of data.seq_len={seq_len}": int((~fits).sum()),
       "without a token in the loss": int((fits & ~counts).sum()),
     }
     return documents[fits & counts], {kind: n for kind, n in left_out.items() if n}
+
+  def _counts(self, codes: np.ndarray) -> bool:
+    """Whether a document of these codes has something to learn."""
+    return bool(self.weights[codes].any())
 
   def count_roles(self, corpus: Corpus) -> dict[str, tuple[int, int]]:
     """Return the tokens of each role, and those of them that are said and not heading."""

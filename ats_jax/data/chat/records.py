@@ -1,10 +1,10 @@
 """Files of records -> conversations; what is malformed goes to the report by file and line."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from ats_jax.data.chat.conversation import (
   FIELDS,
-  Conversation,
   MalformedError,
   read_conversation,
 )
@@ -15,24 +15,42 @@ from ats_jax.data.text.report import Report
 from ats_jax.data.text.source import SourceFile
 
 
-def conversations(file: SourceFile, report: Report) -> Iterator[tuple[int, Conversation]]:
+class Schema(NamedTuple):
+  """What records are read as.
+
+  Attributes:
+    fields: all that is read of a record.
+    read: makes a `Conversation` of one, or what has its `messages` and `written`; raises
+      `MalformedError`.
+  """
+
+  fields: Sequence[str]
+  read: Callable[[Mapping[str, Any]], Any]
+
+
+CONVERSATIONS = Schema(FIELDS, read_conversation)
+
+
+def conversations(
+  file: SourceFile, report: Report, schema: Schema = CONVERSATIONS
+) -> Iterator[tuple[int, Any]]:
   """The conversations of a file, each with its place there; `report` counts its records.
 
   Those that filters drop are passed over.
   """
-  numbered = _conversations(file, report)
+  numbered = _conversations(file, report, schema)
   yield from file.sieve.kept(file.path, numbered, report) if file.sieve else numbered
 
 
-def _conversations(file: SourceFile, report: Report) -> Iterator[tuple[int, Conversation]]:
+def _conversations(file: SourceFile, report: Report, schema: Schema) -> Iterator[tuple[int, Any]]:
   if opening.suffix(file.name) not in READERS:
     report.records += 1
     report.skip("no records", file.path)
     return
   try:
-    for place, row in records(file.path, FIELDS, report):
+    for place, row in records(file.path, schema.fields, report):
       try:
-        conversation = read_conversation(row)
+        conversation = schema.read(row)
       except MalformedError as e:
         report.bad(e.kind, f"{file.path}:{place}", str(e))
       else:
@@ -41,9 +59,11 @@ def _conversations(file: SourceFile, report: Report) -> Iterator[tuple[int, Conv
     report.lost("unreadable", file.path, f"cannot be read ({opening.reason(e)})")
 
 
-def message_pieces(file: SourceFile, report: Report) -> Iterator[Piece]:
+def message_pieces(
+  file: SourceFile, report: Report, schema: Schema = CONVERSATIONS
+) -> Iterator[Piece]:
   """What is said in the conversations of a file, as pieces of documents of text."""
-  for place, conversation in conversations(file, report):
+  for place, conversation in conversations(file, report, schema):
     report.documents += 1
     for number, message in enumerate(conversation.messages):
       yield Piece(place, number == 0, message.content)

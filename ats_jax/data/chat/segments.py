@@ -16,7 +16,8 @@ BOS, EOS = "\x00bos", "\x00eos"  # the tokenizer's own, whatever it calls them
 # What the code of a token says: the role in the lowest three bits (0 = no turn), and
 COUNTS = 8  # it is of what the role said, up to the end of the turn: the role's weight applies
 LAST = 16  # it is of the conversation's last answer
-NUM_CODES = 32
+NUM_CODES = 32  # of a conversation
+REJECTED = 32  # of a pair: it is of the second answer, and of all that stands before that again
 
 
 class ChatSegment(NamedTuple):

@@ -176,6 +176,8 @@ class _Audit:
       if packed.weights is not None:
         codes = packed.corpus.codes(int(document), 0, last - start)
         self._weights[start:last] = packed.weights[codes]
+        if packed.second_code:
+          self._is_first[start + int(np.argmax(codes >= packed.second_code))] = True
 
   def run(self, name: str, phases: Sequence[ReadingPhase]) -> Result:
     total = -(-self._num_rows // self._batch_size)

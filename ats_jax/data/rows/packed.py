@@ -2,7 +2,7 @@
 
 import copy
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,10 @@ class Packed:
     weights: of conversations, [codes] float32, the weight in the loss of a target by its code
       (`chat.segments`); None = every target counts 1.
     overlap: positions of context before a piece of a document; their targets count 0.
+    second_code: of pairs, the code from which on tokens are of the second segment of a document; 0
+      = a document is one segment.
+    beside: further fields of rows by name: of each segment of each document of the corpus a number,
+      [documents, segments], which stands at the segment's first position.
     counts: `num_documents`, `num_tokens` and `num_bytes` of the plan.
   """
 
@@ -40,9 +44,12 @@ class Packed:
     seq_len: int,
     weights: np.ndarray | None = None,
     overlap: int = 0,
+    second_code: int = 0,
+    beside: Mapping[str, np.ndarray] | None = None,
   ):
     self.corpus, self.tokenizer = corpus, tokenizer
     self.seq_len, self.weights, self.overlap = seq_len, weights, overlap
+    self.second_code, self.beside = second_code, dict(beside or {})
     self._folder, self.counts = folder, folder.meta
     self.plan = Layout(*map(folder.array, Layout._fields))
     self.documents = folder.array("documents")
@@ -50,7 +57,12 @@ class Packed:
 
   def __reduce__(self):
     make = functools.partial(
-      Packed, seq_len=self.seq_len, weights=self.weights, overlap=self.overlap
+      Packed,
+      seq_len=self.seq_len,
+      weights=self.weights,
+      overlap=self.overlap,
+      second_code=self.second_code,
+      beside=self.beside,
     )
     return make, (self.corpus, self._folder, self.tokenizer)
 
@@ -60,10 +72,19 @@ class Packed:
     other.corpus, other.tokenizer = corpus, tokenizer
     return other
 
+  def with_beside(self, **beside: np.ndarray) -> "Packed":
+    """The same rows with further fields."""
+    other = copy.copy(self)
+    other.beside = self.beside | beside
+    return other
+
+  def documents_in(self, i: int) -> np.ndarray:
+    """Indices into the corpus of the documents in row `i` of the plan, in order."""
+    return self.plan.document[slice(*self.plan.first[i : i + 2])]
+
   def document_names(self, i: int) -> tuple[str, ...]:
     """Of the documents in row `i` of the plan, in order."""
-    pieces = slice(*self.plan.first[i : i + 2])
-    return tuple(self.corpus.name(int(document)) for document in self.plan.document[pieces])
+    return tuple(self.corpus.name(int(document)) for document in self.documents_in(i))
 
   def codes(self, rows: np.ndarray | range) -> np.ndarray:
     """The codes of the targets of rows, [*rows.shape, seq_len] uint8; 0 where there are none."""
@@ -89,7 +110,7 @@ class Packed:
       return out
     first, end = self.plan.first[i], self.plan.first[i + 1]
     at = 0
-    for segment, piece in enumerate(range(first, end), 1):
+    for number, piece in enumerate(range(first, end)):
       document, begin = int(self.plan.document[piece]), int(self.plan.begin[piece])
       before = int(context(begin, self.overlap))
       begin, length = begin - before, int(self.plan.length[piece]) + before
@@ -102,8 +123,14 @@ class Packed:
         tokens[:], targets[: len(ids) - 1] = ids[:length], ids[1:]
       if begin + length > self.corpus.length[document]:
         targets[-1] = self.tokenizer.eos_id
-      segment_ids[:] = segment
+      segment_ids[:] = number + 1
       positions[:] = np.arange(length)
+      if self.second_code:
+        second = int(np.argmax(self.corpus.codes(document, 0, length) >= self.second_code))
+        segment_ids[:] = 2 * number + 1
+        tokens[second] = self.tokenizer.bos_id
+        segment_ids[second:] += 1
+        positions[second:] -= second
       counts[before:] = 1
       at += length
     return out
@@ -128,4 +155,16 @@ def read_rows(
   for row, (packed, i) in zip(mask, places, strict=True):
     if packed.weights is not None:
       row[:] = packed.weights[packed.codes(np.array([i]))[0]]
-  return {**batch, "loss_mask": mask.reshape(*shape, -1)}
+  ids = batch["segment_ids"].reshape(len(places), -1)
+  further = {name: _beside(name, ids, places).reshape(*shape, -1) for name in places[0][0].beside}
+  return {**batch, "loss_mask": mask.reshape(*shape, -1), **further}
+
+
+def _beside(name: str, segment_ids: np.ndarray, places: Sequence[tuple[Packed, int]]) -> np.ndarray:
+  """A field of `Packed.beside` in rows, [rows, seq_len] float32."""
+  out = np.zeros(segment_ids.shape, np.float32)
+  for row, ids, (packed, i) in zip(out, segment_ids, places, strict=True):
+    if i < packed.num_rows:
+      starts = np.flatnonzero(np.diff(ids, prepend=0) * (ids > 0))
+      row[starts] = packed.beside[name][packed.documents_in(i)].ravel()
+  return out

@@ -107,7 +107,7 @@ def check(cfg: Config) -> None:
     "optimizer.b1_by_role": {},
     "optimizer.b2_by_role": {},
     "precision.fp8": False,
-    "step.loss": "cross_entropy",
+    "step.loss.name": "cross_entropy",
   }
   flat = flatten(cfg)
   for name, value in only.items():

@@ -1,7 +1,6 @@
 """Another objective than that of pre-training takes real steps, with gradients of dense math."""
 
 import dataclasses
-from typing import ClassVar
 
 import canonical
 import jax
@@ -13,7 +12,7 @@ from ats_jax.config.schema import Config
 from ats_jax.data.batch import FIELDS, Field
 from ats_jax.model.param import trainable
 from ats_jax.sharding.mesh import to_global
-from ats_jax.step.objective import Contribution, Pretraining, target_logprobs
+from ats_jax.step.objective import Contribution, Objective, Pretraining, target_logprobs
 from ats_jax.step.program import abstract_batch, make_program
 
 CFG = canonical.config("dense", {"step.accum_steps": 2, "optimizer.grad_clip": 0.0})
@@ -34,9 +33,12 @@ def preference_losses(logprobs_BT, batch):
 
 
 @dataclasses.dataclass(frozen=True)
-class Preference:
+class Preference(Objective):
   cfg: Config
-  fields: ClassVar = {"reference_logprobs": Field(np.float32, "of another model")}
+
+  @property
+  def fields(self):
+    return {"reference_logprobs": Field(np.float32, "of another model")}
 
   def __call__(self, model, batch, totals, rules, key):
     logprobs_BT, stats = target_logprobs(model, batch, self.cfg.step, rules, key)

@@ -138,7 +138,7 @@ def crafted_stats(model, **fields):
 
 def test_routing_loss_by_hand(mesh):
   names = {"moe.aux_loss": 0.5, "moe.z_loss": 0.25, "moe.sequence_aux_loss": 0.125}
-  whole = Totals(*(jnp.float32(n) for n in (5, 20, 8, 4)))  # counted, real, places, rows
+  whole = Totals(*(jnp.float32(n) for n in (5, 20, 8, 4, 5)))  # as its fields
   cfg, model = abstract(names)
   stats = crafted_stats(
     model,

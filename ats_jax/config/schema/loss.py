@@ -1,0 +1,98 @@
+"""The section `step.loss`: what is minimised."""
+
+import dataclasses
+from typing import Any, ClassVar
+
+from ats_jax.config.schema.setting import Kinds, setting, when
+from ats_jax.extensions import losses
+
+# A loss is `(resolved config) -> ats_jax.step.objective.Objective`.
+LOSSES = Kinds("step.loss", "what is minimised", registry=losses)
+
+
+@dataclasses.dataclass(frozen=True)
+class LossConfig:
+  """What every loss has: its name.
+
+  Attributes:
+    ROWS: "module:function" of what gives the rows of a run the fields that the loss needs beside
+      those of the data, as `ats_jax.train.reference.with_reference`; "" = it needs none.
+  """
+
+  ROWS: ClassVar[str] = ""
+
+  name: str = LOSSES.tag("cross_entropy")
+
+
+@LOSSES.of_part("ats_jax.step.by_source:pretraining_objective")
+@dataclasses.dataclass(frozen=True)
+class CrossEntropy(LossConfig):
+  """The next token's negative log-probability."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Preference(LossConfig):
+  """Losses of pairs of answers, of which one is preferred."""
+
+  def check(self, cfg: Any) -> None:
+    """Refuse rows without pairs, and settings of the loss of tokens."""
+    what = f"step.loss={self.name}"
+    if cfg.data.format.name != "preference":
+      raise ValueError(
+        f"{what} compares two answers, and data.format={cfg.data.format.name} has no pairs. Set "
+        "data.format=preference."
+      )
+    for name in ("z_loss", "label_smoothing"):
+      if getattr(cfg.step, name):
+        raise ValueError(
+          f"step.{name}={getattr(cfg.step, name)} is of the cross-entropy. Set it to 0 with {what}."
+        )
+
+
+@LOSSES.of_part("ats_jax.step.preference:Dpo")
+@dataclasses.dataclass(frozen=True)
+class DpoConfig(Preference):
+  """Direct preference optimisation (Rafailov et al. 2023, arXiv:2305.18290), and IPO."""
+
+  ROWS: ClassVar[str] = "ats_jax.train.reference:with_reference"
+
+  name: str = LOSSES.tag("dpo")
+  beta: float = setting(
+    0.1, "how strongly the model is held to the weights that it began with", low=1e-6
+  )
+  form: str = setting(
+    "sigmoid",
+    "'sigmoid' = of DPO; 'sigmoid_norm' = with log-probabilities a token; 'ipo' = a squared "
+    "distance from 1 / (2 beta), a token (Azar et al. 2023, arXiv:2310.12036)",
+    choices=("sigmoid", "sigmoid_norm", "ipo"),
+  )
+  label_smoothing: float = setting(
+    0.0,
+    "share of the pairs that are taken to be the wrong way round",
+    low=0.0,
+    high=0.5,
+    needs=when("step.loss.form", "sigmoid", "sigmoid_norm"),
+  )
+
+
+@LOSSES.of_part("ats_jax.step.preference:Orpo")
+@dataclasses.dataclass(frozen=True)
+class OrpoConfig(Preference):
+  """Odds-ratio preference optimisation without a reference (Hong et al. 2024, arXiv:2403.07691)."""
+
+  name: str = LOSSES.tag("orpo")
+  odds_weight: float = setting(
+    0.1, "weight of the odds ratio beside the loss of the preferred answer", low=1e-6
+  )
+
+
+@LOSSES.of_part("ats_jax.step.preference:SimPo")
+@dataclasses.dataclass(frozen=True)
+class SimPoConfig(Preference):
+  """Simple preference optimisation, without a reference (Meng et al. 2024, arXiv:2405.14734)."""
+
+  name: str = LOSSES.tag("simpo")
+  beta: float = setting(2.0, "scale of the log-probabilities a token", low=1e-6)
+  margin: float = setting(
+    1.0, "by how much an answer is to be better (gamma in the paper)", low=0.0
+  )

@@ -1,0 +1,98 @@
+"""Runs on pairs of answers: the reference is what they began with, also after a kill."""
+
+import json
+import math
+import shutil
+
+import numpy as np
+import pytest
+from commands import called
+from train_helpers import assert_same, configs, logged
+
+from ats_jax.train.loop import train
+from ats_jax.train.reference import FOLDER
+from ats_jax.train.run import Run
+
+pytestmark = pytest.mark.thorough
+
+
+class Killed(BaseException):
+  """Ends a run as a signal that nobody can catch does."""
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+  """Runs that are to prefer small letters to large ones."""
+  folder = tmp_path_factory.mktemp("pairs")
+  letters = [(letter, n) for letter in "abcdefghijklmnop" for n in (1, 2, 3)]
+  records = [
+    {"prompt": f"{x}{n}", "chosen": x * n, "rejected": x.upper() * (4 - n)} for x, n in letters
+  ]
+  path = folder / "pairs.jsonl"
+  path.write_text("".join(json.dumps(record) + "\n" for record in records))
+  return configs({
+    "data.paths": (str(path),),
+    "data.cache_dir": str(folder / "cache"),
+    "data.format": "preference",
+    "data.tokenizer": "bytes",
+    "data.seq_len": 128,
+    "data.batch_size": 8,
+    "data.validation_fraction": 0.2,
+    "optimizer.learning_rate": 1e-2,
+    "optimizer.warmup_steps": 0,
+    "eval.bigram_baseline": True,
+    "step.loss": "dpo",
+    "checkpoint.every_steps": 4,
+    "num_steps": 12,
+  })  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole(config, tmp_path_factory):
+  """The workdir of a run, and its last state."""
+  folder = tmp_path_factory.mktemp("whole") / "run"
+  return folder, train(config(), folder)
+
+
+def test_it_learns_from_no_difference_on(whole, caplog):
+  folder, _ = whole
+  loss, margin = logged(folder, "train/loss"), logged(folder, "preference/margin")
+  assert loss[1] == pytest.approx(math.log(2), abs=1e-6) and margin[1] == pytest.approx(0, abs=1e-6)
+  assert loss[12] < 0.5 and margin[12] > 0.5 and logged(folder, "train/accuracy")[12] == 1
+  held_out = {name: logged(folder, f"eval/{name}")[12] for name in ("loss", "accuracy", "pairs")}
+  assert held_out["pairs"] > 0 and held_out["loss"] < 0.6
+  assert not logged(folder, "train/perplexity") and not logged(folder, "eval/perplexity")
+  shown = called("evaluate", f"--workdir={folder}").out
+  assert f"eval/loss {held_out['loss']:.6g}" in shown and "bits" not in shown
+
+
+def test_a_killed_run_goes_on_with_its_reference(whole, config, tmp_path, monkeypatch):
+  finish_update = Run.finish_update
+
+  def dying(run, step, *args):
+    if step == 7:
+      raise Killed
+    finish_update(run, step, *args)
+
+  with monkeypatch.context() as patch, pytest.raises(Killed):
+    patch.setattr(Run, "finish_update", dying)
+    train(config(), tmp_path)
+  assert_same(train(config(), tmp_path), whole[1])
+
+
+def test_a_run_without_its_reference_does_not_go_on(whole, config, tmp_path):
+  folder = tmp_path / "run"
+  shutil.copytree(whole[0], folder)
+  files = sorted((folder / FOLDER).iterdir())
+  assert len(files) == 2 and all(np.load(file).shape[1] == 2 for file in files)
+  for file in files:
+    file.unlink()
+  with pytest.raises(ValueError, match="cannot be read"):
+    train(config(num_steps=14), folder)
+
+
+@pytest.mark.parametrize("loss", ["orpo", "simpo"])
+def test_losses_without_a_reference_learn_too(config, loss, tmp_path):
+  train(config(step__loss=loss, orchestrator__mode="off"), tmp_path)
+  margin = logged(tmp_path, "preference/margin")
+  assert margin[12] > margin[1] and not (tmp_path / FOLDER).exists()
