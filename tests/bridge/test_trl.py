@@ -99,9 +99,7 @@ def loss_of_trl(loss, model, tmp_path):
   """trl's loss as a function of a batch."""
   fixed = {"accelerator": types.SimpleNamespace(device="cpu"), "alpha": 0.0, "label_smoothing": 0.0}
   if isinstance(loss, SimPoConfig):
-    own = types.SimpleNamespace(
-      **fixed, beta=loss.beta, loss_type="simpo", simpo_gamma=loss.margin
-    )
+    own = types.SimpleNamespace(**fixed, beta=loss.beta, loss_type="simpo", simpo_gamma=loss.margin)
 
     def simpo(batch):
       sums, lengths = logprobs(model, batch)
@@ -133,7 +131,9 @@ def loss_of_trl(loss, model, tmp_path):
   return lambda batch: trainer._compute_loss(model, batch, False)
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(
+  "name", [pytest.param(n, marks=pytest.mark.slow) if n == "a token" else n for n in LOSSES]
+)
 def test_fifty_updates_have_the_losses_of_trl(name, source, tmp_path, mesh):
   loss = LOSSES[name]
   model = transformers.AutoModelForCausalLM.from_pretrained(source.folder, dtype=torch.float32)

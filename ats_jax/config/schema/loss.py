@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any, ClassVar
 
-from ats_jax.config.schema.setting import Kinds, setting, when
+from ats_jax.config.schema.setting import Kinds, setting
 from ats_jax.extensions import losses
 
 # A loss is `(resolved config) -> ats_jax.step.objective.Objective`.
@@ -71,8 +71,16 @@ class DpoConfig(Preference):
     "share of the pairs that are taken to be the wrong way round",
     low=0.0,
     high=0.5,
-    needs=when("step.loss.form", "sigmoid", "sigmoid_norm"),
   )
+
+  def check(self, cfg: Any) -> None:
+    """Refuse smoothing of a loss that has none."""
+    super().check(cfg)
+    if self.form == "ipo" and self.label_smoothing:
+      raise ValueError(
+        f"step.loss.label_smoothing={self.label_smoothing} does nothing with step.loss.form=ipo. "
+        "Leave it at 0."
+      )
 
 
 @LOSSES.of_part("ats_jax.step.preference:Orpo")

@@ -149,6 +149,11 @@ class Pairs(Chat):
     """Refuse what rows of pairs cannot be beside."""
     super().check(cfg)
     data = cfg.data
+    if cfg.step.loss.name == "cross_entropy":
+      raise ValueError(
+        "data.format=preference with step.loss=cross_entropy would learn the rejected answers too. "
+        "Set step.loss to dpo, orpo or simpo."
+      )
     if data.sources:
       raise ValueError(
         "data.format=preference with data.sources: rows of pairs are not mixed with others. Put "

@@ -21,6 +21,8 @@ from ats_jax.verbs import cli
 # What a kind cannot be without.
 NEEDED = {kind: {"model.rope_scaling.original_len": 64} for kind in ("llama3", "yarn")}
 NEEDED["schedule_free"] = {"optimizer.schedule": "constant"}
+NEEDED |= {kind: {"data.format": "preference"} for kind in ("dpo", "orpo", "simpo")}
+NEEDED["preference"] = {"step.loss": "dpo"}
 EVERY = [(path, kind) for path, kinds in KINDS.items() for kind in kinds]
 YARN = {"model.rope_scaling.factor": 4.0, "model.rope_scaling.original_len": 64}
 
@@ -63,7 +65,7 @@ def test_every_kind_in_files_and_commands(path, kind, tmp_path):
   section = operator.attrgetter(path)(cfg)
   assert type(section) is KINDS[path][kind]
   # A config file: by name, and by an instance of the class.
-  for changes in ({path: kind} | NEEDED.get(kind, {}), {path: section}):
+  for changes in ({path: kind} | NEEDED.get(kind, {}), {path: section} | NEEDED.get(kind, {})):
     config = base_config()
     config.update_from_flattened_dict(BESIDE.get(path, {}) | changes)
     assert from_config_dict(config) == cfg

@@ -32,6 +32,12 @@ BESIDE = {
   "attention": STAGED,
   "random": {"data.sources": {"a": ("a.txt",), "b": ("b.txt",)}},
   "cudnn": {"precision.compute_dtype": "bfloat16"},
+  "preference": {"step.loss.name": "dpo"},
+  **dict.fromkeys(("dpo", "orpo", "simpo"), {"data.format.name": "preference"}),
+  **dict.fromkeys(
+    ("sigmoid", "sigmoid_norm", "ipo"),
+    {"step.loss.name": "dpo", "data.format.name": "preference"},
+  ),
   "llama3": {"model.rope_scaling.original_len": 64},
   "schedule_free": {"optimizer.schedule.name": "constant"},
   "yarn": {"model.rope_scaling.original_len": 64},
