@@ -25,6 +25,7 @@ TWO_PHASES = {
   "data.sources": {"a": ("a.txt",)},
   "data.phases": (Phase(Table(a=1), steps=3), Phase(Table(a=1))),
 }
+OF_PAIRS = {"step.loss.name": "dpo", "data.format.name": "preference"}
 BESIDE = {
   "dots": STAGED,
   "names": STAGED,
@@ -33,11 +34,12 @@ BESIDE = {
   "random": {"data.sources": {"a": ("a.txt",), "b": ("b.txt",)}},
   "cudnn": {"precision.compute_dtype": "bfloat16"},
   "preference": {"step.loss.name": "dpo"},
-  **dict.fromkeys(("dpo", "orpo", "simpo"), {"data.format.name": "preference"}),
-  **dict.fromkeys(
-    ("sigmoid", "sigmoid_norm", "ipo"),
-    {"step.loss.name": "dpo", "data.format.name": "preference"},
-  ),
+  "dpo": {"data.format.name": "preference"},
+  "orpo": {"data.format.name": "preference"},
+  "simpo": {"data.format.name": "preference"},
+  "sigmoid": OF_PAIRS,
+  "sigmoid_norm": OF_PAIRS,
+  "ipo": OF_PAIRS,
   "llama3": {"model.rope_scaling.original_len": 64},
   "schedule_free": {"optimizer.schedule.name": "constant"},
   "yarn": {"model.rope_scaling.original_len": 64},
