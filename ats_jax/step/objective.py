@@ -30,12 +30,18 @@ class Totals(NamedTuple):
     places: the number of tokens that go through a layer which skips some, in training. With static
       routing, which lets a few less through, an upper bound.
     rows: the number of rows with a token that is not padding.
+    scale: what the loss is multiplied with to be differentiated; None = nothing.
   """
 
   counted: jax.Array
   real: jax.Array
   places: jax.Array
   rows: jax.Array
+  scale: jax.Array | None = None
+
+  def scaled(self, loss: jax.Array) -> jax.Array:
+    """The loss to differentiate."""
+    return loss if self.scale is None else self.scale * loss
 
 
 def batch_totals(batch: Batch, rules: Pass) -> Totals:

@@ -82,7 +82,8 @@ def attention(
 
 def _dense(q_BTNH, k_BTKH, v_BTKH, same_B1TT, window, soft_cap, sinks_N):
   """Attention with all scores in memory at once."""
-  if sinks_N is None and soft_cap is None and v_BTKH.shape == k_BTKH.shape:
+  plain = sinks_N is None and soft_cap is None and v_BTKH.shape == k_BTKH.shape
+  if plain and q_BTNH.dtype != jnp.float16:  # jax asks for an algorithm that not all devices have
     before = None if window is None else (window - 1, 0)
     y_BTNH = jax.nn.dot_product_attention(
       q_BTNH,
@@ -183,7 +184,7 @@ def cached_attention(
     visible_B1TS = (slots <= index[:, :, None])[:, None]
     if window is not None:
       visible_B1TS &= (slots > index[:, :, None] - window)[:, None]
-    if soft_cap is not None or sinks is not None:
+    if soft_cap is not None or sinks is not None or q.dtype == jnp.float16:  # as `_dense`
       return (
         _attention_with_options(q, k_cache, v_cache, visible_B1TS, soft_cap, sinks),
         k_cache,
