@@ -12,6 +12,7 @@ LOSS_SCALES = Kinds(
   "what the loss is multiplied with, so that gradients in float16 do not vanish; auto = dynamic "
   "with compute_dtype=float16, none with the other formats",
 )
+_MAY_BE_FLOAT16 = when("precision.compute_dtype", "float16", "auto")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +25,10 @@ class LossScaling:
   def first(self) -> float:
     """The scale of the first update."""
     return 1.0
+
+  def in_words(self) -> str:
+    """What becomes of it, for the log."""
+    return f"{self.name}: {self.first:g}"
 
 
 @LOSS_SCALES.register
@@ -38,7 +43,9 @@ class Static(LossScaling):
   """One scale; an update whose gradients overflow is left out."""
 
   name: str = LOSS_SCALES.tag("static")
-  scale: float = setting(1024.0, "a power of two", low=2.0**-24, high=2.0**24)
+  scale: float = setting(
+    1024.0, "a power of two", low=2.0**-24, high=2.0**24, needs=_MAY_BE_FLOAT16
+  )
 
   @property
   def first(self) -> float:
@@ -57,16 +64,39 @@ class Dynamic(LossScaling):
   """Halved when gradients overflow, which leaves the update out; doubled after many that do not."""
 
   name: str = LOSS_SCALES.tag("dynamic")
-  initial: float = setting(65536.0, "scale of the first update, a power of two", high=2.0**24)
-  growth_interval: int = setting(
-    2000, "updates in a row without an overflow after which it is doubled", low=1
+  initial: float = setting(
+    65536.0,
+    "scale of the first update, a power of two",
+    low=2.0**-24,
+    high=2.0**24,
+    needs=_MAY_BE_FLOAT16,
   )
-  least: float = setting(1.0, "it is not halved below this power of two", low=2.0**-24)
+  growth_interval: int = setting(
+    2000,
+    "updates in a row without an overflow after which it is doubled",
+    unit="updates",
+    low=1,
+    needs=_MAY_BE_FLOAT16,
+  )
+  least: float = setting(
+    1.0,
+    "it is not halved below this power of two",
+    low=2.0**-24,
+    high=2.0**24,
+    needs=_MAY_BE_FLOAT16,
+  )
 
   @property
   def first(self) -> float:
     """The scale of the first update."""
     return self.initial
+
+  def in_words(self) -> str:
+    """What becomes of it, for the log."""
+    return (
+      f"{super().in_words()} at first, halved when gradients overflow, doubled after "
+      f"{self.growth_interval:,} updates that do not"
+    )
 
   def check(self, cfg: Any) -> None:
     """Refuse scales that round, or that begin below the least."""
@@ -82,12 +112,8 @@ class Dynamic(LossScaling):
 
 def _power_of_two(name: str, value: float) -> None:
   if math.frexp(value)[0] != 0.5:
-    raise ValueError(
-      f"{name}={value:g} rounds gradients. Use a power of two, such as "
-      f"{2.0 ** round(math.log2(value)):g}."
-      if value > 0
-      else f"{name}={value:g} is no scale. Use a power of two."
-    )
+    near = 2.0 ** round(math.log2(value))
+    raise ValueError(f"{name}={value:g} rounds gradients. Use a power of two, such as {near:g}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,8 +128,8 @@ class PrecisionConfig:
   )
   compute_dtype: str = setting(
     "bfloat16",
-    "operands of matmuls; auto = bfloat16 where the device multiplies in it, float16 on NVIDIA GPUs "
-    "that do not (before sm_80)",
+    "operands of matmuls; auto = bfloat16 where the device multiplies in it, and float16 on NVIDIA "
+    "GPUs that do not (before sm_80)",
     choices=("float32", "bfloat16", "float16", "auto"),
   )
   loss_scale: LossScaling = section(LOSS_SCALES, "auto")
