@@ -13,7 +13,7 @@ import optax
 from ats_jax.model.decoder import Decoder
 
 if TYPE_CHECKING:  # a run without them does not load them
-  from ats_jax.step.parts.loss_scale import LossScale
+  from ats_jax.step.loss_scale import LossScale
   from ats_jax.step.reflex import Control, Reflex
 
 

@@ -47,7 +47,7 @@ def parts_of(cfg: Config, optimizer: Optimizer) -> "tuple[Part, ...]":
 
     parts.append(Averaged(optimizer))
   if (scaling := cfg.precision.scaling) is not None:  # behind all that it takes back
-    from ats_jax.step.parts.loss_scale import Scaled
+    from ats_jax.step.parts.scaled import Scaled
 
     parts.append(Scaled(scaling))
   if with_reflex:  # behind all that it takes back

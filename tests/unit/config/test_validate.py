@@ -148,9 +148,9 @@ def test_rules_that_join_settings():
       {"precision.compute_dtype": "float16", "precision.param_dtype": "bfloat16"},
       "param_dtype=bfloat16 with precision.compute_dtype=float16: weights",
     ),
-    ({"precision.loss_scale": "static"}, "loss_scale=static is for gradients in float16"),
+    ({"precision.loss_scale.name": "static"}, "loss_scale=static is for gradients in float16"),
     (
-      {"precision.compute_dtype": "auto", "precision.loss_scale": {"name": "static", "scale": 3.0}},
+      {"precision.compute_dtype": "auto", "precision.loss_scale.scale": 3.0},
       "loss_scale.scale=3 rounds gradients. Use a power of two, such as 4",
     ),
     ({"precision.tf32": False}, "tf32=False does nothing with precision.compute_dtype=bfloat16"),

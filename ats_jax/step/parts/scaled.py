@@ -1,13 +1,13 @@
-"""Scales the loss, so that gradients in float16 neither vanish nor overflow (arXiv:1710.03740)."""
+"""Trains with a scaled loss, and leaves out updates whose gradients overflow."""
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple, Self, override
+from typing import Any, override
 
 import jax
 import jax.numpy as jnp
 
-from ats_jax.config.schema.precision import Dynamic, LossScaling
+from ats_jax.config.schema.precision import LossScaling
 from ats_jax.data.batch import Batch
 from ats_jax.model.decoder import Decoder
 from ats_jax.model.forward_pass import Pass
@@ -15,66 +15,9 @@ from ats_jax.model.param import merge, trainable
 from ats_jax.model.stats import StackStats
 from ats_jax.step import tensors
 from ats_jax.step.core import Gradients, Metrics, Part, Update, UpdateResult, without_update
+from ats_jax.step.loss_scale import LossScale
 from ats_jax.step.objective import Totals
 from ats_jax.step.state import TrainState
-
-LARGEST = 2.0**24  # far from where a float32 loss times the scale overflows itself
-# Updates in a row that may be left out: more than halvings from the largest scale to 1. What is not
-# finite by then is not so because of the scale.
-MOST_SKIPPED = 32
-
-
-class LossScale(NamedTuple):
-  """The scale and what moves it.
-
-  Attributes:
-    scale: float32, a power of two, of the next update.
-    good: int32, updates since the scale was changed.
-    in_a_row: int32, updates in a row, the last included, whose gradients were not finite.
-    skipped: int32, updates that were left out since the beginning of the run.
-  """
-
-  scale: jax.Array
-  good: jax.Array
-  in_a_row: jax.Array
-  skipped: jax.Array
-
-  @classmethod
-  def new(cls, scale: float) -> Self:
-    """The first scale, before any update."""
-    zero = jnp.zeros((), jnp.int32)
-    return cls(jnp.asarray(scale, jnp.float32), zero, zero, zero)
-
-  def overflows(self, norm: jax.Array, loss: jax.Array) -> jax.Array:
-    """Whether an update is left out: its gradients are not finite, though its loss is.
-
-    A loss that is not finite is no matter of the scale; neither are gradients that are still not
-    finite after `MOST_SKIPPED` updates. These are treated as in a run without a scale.
-    """
-    return ~jnp.isfinite(norm) & jnp.isfinite(loss) & (self.in_a_row < MOST_SKIPPED)
-
-  def advance(self, how: LossScaling, norm: jax.Array, loss: jax.Array) -> Self:
-    """The scale after an update.
-
-    Args:
-      how: the settings.
-      norm: of the update's gradients.
-      loss: of its batch.
-    """
-    overflows, finite = self.overflows(norm, loss), jnp.isfinite(norm)
-    scale, good = self.scale, jnp.where(finite, self.good + 1, 0)
-    if isinstance(how, Dynamic):
-      lower = jnp.maximum(0.5 * scale, how.least)
-      grows = finite & (good >= how.growth_interval)
-      higher = jnp.minimum(2.0 * scale, LARGEST)
-      scale = jnp.where(overflows, lower, jnp.where(grows, higher, scale))
-      good = jnp.where(grows, 0, good)
-    return self._replace(
-      scale=scale,
-      good=good,
-      in_a_row=jnp.where(finite, 0, self.in_a_row + 1),
-      skipped=self.skipped + overflows,
-    )
 
 
 @dataclasses.dataclass(frozen=True)
