@@ -1,5 +1,6 @@
 """A run in float16: resume, what the ledger and the log say, and other formats after training."""
 
+import dataclasses
 import shutil
 
 import pytest
@@ -7,8 +8,10 @@ from train_helpers import assert_same, logged, on_texts
 
 from ats_jax.checkpoint import load_extra, workdir
 from ats_jax.inference.load import load_run
+from ats_jax.ops.requirements import Device
 from ats_jax.orchestrator.record import ledger
 from ats_jax.orchestrator.record.narrate import tell
+from ats_jax.train import open as open_module
 from ats_jax.train.loop import train
 from ats_jax.verbs.evaluate import evaluate_run
 
@@ -39,6 +42,18 @@ def test_a_run_goes_on_with_its_scale_to_the_bit(run, tmp_path):
   shutil.rmtree(killed / workdir.CHECKPOINTS / str(STEPS))
   assert_same(train(cfg, killed), state)
   assert load_extra(folder / workdir.CHECKPOINTS, STEPS)["compute_dtype"] == "float16"
+
+
+def test_auto_goes_on_in_the_format_in_which_it_began(run, tmp_path, monkeypatch):
+  cfg, _, state = run
+  auto = dataclasses.replace(
+    cfg, precision=dataclasses.replace(cfg.precision, compute_dtype="auto")
+  )
+  with monkeypatch.context() as on_a_t4:
+    on_a_t4.setattr(open_module, "this_device", lambda: Device("gpu", "7.5", "Tesla T4"))
+    assert_same(train(auto, tmp_path / "run"), state)
+  shutil.rmtree(tmp_path / "run" / workdir.CHECKPOINTS / str(STEPS))
+  assert_same(train(auto, tmp_path / "run"), state)
 
 
 def test_overflows_at_the_start_are_told_and_no_fault(run):
