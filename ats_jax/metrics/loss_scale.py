@@ -41,6 +41,6 @@ class ScaleWatch(Watcher):
     self._known = scale, skipped
     if self._known != before:
       logging.info(
-        "loss scale: %g after step %d; %d updates were left out so far, as their gradients "
+        "loss scale: %.9g after step %d; %d updates were left out so far, as their gradients "
         "overflowed", scale, step, skipped,
       )  # fmt: skip

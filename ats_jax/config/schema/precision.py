@@ -28,7 +28,7 @@ class LossScaling:
 
   def in_words(self) -> str:
     """What becomes of it, for the log."""
-    return f"{self.name}: {self.first:g}"
+    return f"{self.name}: {self.first:.9g}"
 
 
 @LOSS_SCALES.register

@@ -72,7 +72,7 @@ def scale_changes(names: Sequence[str], last_step: int, rows: np.ndarray) -> dic
 
 def tell_scale(line: Mapping[str, Any]) -> str:
   """What a line of the ledger says of the scale of the loss."""
-  parts = [f"{line['scale']:g}"]
+  parts = [f"{line['scale']:.9g}"]
   if line["left_out"]:
     parts.append(f"gradients overflowed in {_batches(line['left_out'])}, which are left out")
   if line["doubled"]:

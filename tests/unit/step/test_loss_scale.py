@@ -76,11 +76,15 @@ def test_a_static_scale_stays():
   assert [float(x) for x in scale] == [4.0, 0, 1, 1]
 
 
-@pytest.mark.parametrize("kind", ["dense", "experts", "depths"])
-def test_gradients_in_float16_are_those_in_float32_but_for_rounding(kind):
+@pytest.mark.parametrize(
+  ("kind", "attention"),
+  [("dense", "xla"), ("experts", "xla"), ("depths", "xla"), ("window", "chunked")],
+)
+def test_gradients_in_float16_are_those_in_float32_but_for_rounding(kind, attention):
   grads = {}
   for dtype in ("float32", "float16"):
-    cfg = canonical.config(kind, {"precision.compute_dtype": dtype})
+    kernels = {"ops.kernels": {"attention": attention}}
+    cfg = canonical.config(kind, {"precision.compute_dtype": dtype} | kernels)
     program, rows = canonical.program(cfg), canonical.rows(cfg)
     rules = program.training_rules(1)
 
