@@ -148,6 +148,10 @@ def test_rules_that_join_settings():
       {"precision.compute_dtype": "float16", "precision.param_dtype": "bfloat16"},
       "param_dtype=bfloat16 with precision.compute_dtype=float16: weights",
     ),
+    (
+      {"precision.compute_dtype": "float16", "precision.fp8": True},
+      "fp8 with precision.compute_dtype=float16: products in 8 bits overflow",
+    ),
     ({"precision.loss_scale.name": "static"}, "loss_scale=static is for gradients in float16"),
     (
       {"precision.compute_dtype": "auto", "precision.loss_scale.scale": 3.0},
