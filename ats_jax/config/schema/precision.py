@@ -189,8 +189,8 @@ class PrecisionConfig:
     if may_be_16:
       raise ValueError(
         f"precision.fp8 with precision.compute_dtype={self.compute_dtype}: products in 8 bits "
-        "overflow float16, and devices that have them have bfloat16. Set compute_dtype=bfloat16, or "
-        "precision.fp8=false."
+        "overflow float16, and devices that have them have bfloat16. Set that, or precision.fp8="
+        "false."
       )
     m, tensor = cfg.model, cfg.mesh.tensor
     if self.fp8_keep_first + self.fp8_keep_last >= m.num_layers:
