@@ -35,9 +35,9 @@ class ScaleWatch(Watcher):
       return
     step, metrics = self._pending
     self._pending, values = None, metrics.on_host()
-    scale = values["loss_scale/scale"] * values["loss_scale/change"]
-    skipped = values["loss_scale/skipped_updates"]
-    before = self._known or (values["loss_scale/scale"], 0.0)
+    scale = values["train/loss_scale"] * values["train/loss_scale_change"]
+    skipped = values["train/skipped_updates"]
+    before = self._known or (values["train/loss_scale"], 0.0)
     self._known = scale, skipped
     if self._known != before:
       logging.info(

@@ -57,16 +57,16 @@ def scale_changes(names: Sequence[str], last_step: int, rows: np.ndarray) -> dic
       next step.
   """
   column = dict(zip(names, rows.T, strict=True))
-  if "loss_scale/scale" not in column:
+  if "train/loss_scale" not in column:
     return None
   steps = np.arange(last_step - len(rows) + 1, last_step + 1)
-  left_out, changes = column["loss_scale/skipped"] > 0, column["loss_scale/change"]
+  left_out, changes = column["train/skipped"] > 0, column["train/loss_scale_change"]
   if not (left_out | (changes != 1.0)).any():
     return None
   return {
     "left_out": steps[left_out].tolist(),
     "doubled": steps[changes > 1.0].tolist(),
-    "scale": float(column["loss_scale/scale"][-1] * changes[-1]),
+    "scale": float(column["train/loss_scale"][-1] * changes[-1]),
   }
 
 

@@ -78,12 +78,12 @@ class Scaled(Part):
     )
     return state, metrics | {
       "train/grad_norm": norm,
-      "loss_scale/scale": before.scale,
-      "loss_scale/change": after.scale / before.scale,
-      "loss_scale/skipped": skips,
-      "loss_scale/skipped_updates": after.skipped,
+      "train/loss_scale": before.scale,
+      "train/loss_scale_change": after.scale / before.scale,
+      "train/skipped": skips,
+      "train/skipped_updates": after.skipped,
     }
 
   @override
   def after(self, result: UpdateResult, state: TrainState) -> TrainState:
-    return without_update(result.before, state, result.metrics["loss_scale/skipped"])
+    return without_update(result.before, state, result.metrics["train/skipped"])

@@ -28,7 +28,7 @@ FIELDS = {"step", "wall_time", "sample"}
 NOT_ON_A_CPU = {"train/mfu", "train/mfu_6n", *_DEVICE_STATS.values()}
 NOT_ALONE = {"hosts/slowest", "hosts/slowest_ratio"}  # of jobs: tests/multidevice has them
 # Of float16: tests/unit/train/test_loss_scale_run.py has them.
-NOT_WIDE = {f"loss_scale/{name}" for name in ("scale", "change", "skipped", "skipped_updates")}
+NOT_WIDE = {"train/loss_scale", "train/loss_scale_change", "train/skipped", "train/skipped_updates"}
 NOT_MIXED = {"orchestrator/risen_sources"}  # of mixtures: tests/unit/orchestrator has it
 TEXT = "the cat sat on the mat, and the dog on the log. " * 40
 

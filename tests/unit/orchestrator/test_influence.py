@@ -54,7 +54,7 @@ def test_what_comes_again_and_again_is_said_with_what_to_do():
 
 
 def test_what_becomes_of_the_scale_of_the_loss():
-  names = ["loss_scale/scale", "loss_scale/change", "loss_scale/skipped"]
+  names = ["train/loss_scale", "train/loss_scale_change", "train/skipped"]
   found = scale_changes(names, 8, np.array([[8, 0.5, 1], [4, 0.5, 1], [2, 1, 0], [2, 2, 0]]))
   assert found == {"left_out": [5, 6], "doubled": [8], "scale": 4.0}
   assert tell_scale(found) == (

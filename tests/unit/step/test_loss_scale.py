@@ -111,14 +111,14 @@ def test_an_update_that_overflows_changes_nothing_but_the_scale(mode):
   kept = lambda s: (s.model, s.opt_state, s.ema)
   assert_trees_equal(kept(after), kept(before))
   assert int(after.step) == 3 and float(after.loss_scale.scale) == 128.0
-  assert seen["loss_scale/skipped"] == 1.0 and seen["loss_scale/skipped_updates"] == 1.0
-  assert seen["loss_scale/change"] == 0.5 and not np.isfinite(seen["train/grad_norm"])
+  assert seen["train/skipped"] == 1.0 and seen["train/skipped_updates"] == 1.0
+  assert seen["train/loss_scale_change"] == 0.5 and not np.isfinite(seen["train/grad_norm"])
   # The reflex takes it for no fault, then or later.
   _, later = train(cfg, 2, (), after, first=3)
   for row in (seen, *later):
     quiet = {"skipped": 0.0, "broken": 0.0, "wrong": 0.0, "miscounted": 0.0, "grad_scale": 1.0}
     assert all(row.get(f"reflex/{name}", value) == value for name, value in quiet.items())
-  assert later[-1]["loss_scale/skipped_updates"] == 1.0
+  assert later[-1]["train/skipped_updates"] == 1.0
 
 
 def test_what_is_still_not_finite_in_the_end_is_no_matter_of_the_scale():
@@ -126,7 +126,7 @@ def test_what_is_still_not_finite_in_the_end_is_no_matter_of_the_scale():
   begun, _ = train(cfg, 1)
   row = begun.loss_scale._replace(in_a_row=jnp.int32(MOST_SKIPPED))
   _, (seen,) = train(cfg, 1, {1}, dataclasses.replace(begun, loss_scale=row), first=1)
-  assert seen["loss_scale/skipped"] == 0.0 and seen["reflex/skipped"] == 1.0
+  assert seen["train/skipped"] == 0.0 and seen["reflex/skipped"] == 1.0
   assert seen["reflex/broken"] == 1.0
 
 
@@ -135,7 +135,7 @@ def test_ten_overflows_leave_the_loss_where_it_would_be():
   planted = {2, 3, 4, 20, 21, 40, 41, 42, 43, 60}
   _, clean = train(cfg, 90)
   _, hit = train(cfg, 90, planted)
-  assert sum(row["loss_scale/skipped"] for row in hit) == len(planted)
+  assert sum(row["train/skipped"] for row in hit) == len(planted)
   end = lambda rows: np.mean([row["train/loss"] for row in rows[-10:]])
   assert clean[0]["train/loss"] - end(clean) > 0.5
   assert abs(end(hit) - end(clean)) < 0.1 * (clean[0]["train/loss"] - end(clean))
@@ -148,7 +148,7 @@ def test_a_static_scale_changes_no_gradient_beyond_rounding():
     _, (seen,) = train(cfg, 1)
     norm[scale] = seen["train/grad_norm"]
   wide, (seen,) = train(canonical.config("dense", {"num_steps": 200}), 1)
-  assert wide.loss_scale is None and "loss_scale/scale" not in seen
+  assert wide.loss_scale is None and "train/loss_scale" not in seen
   assert norm[1024.0] == pytest.approx(seen["train/grad_norm"], rel=2e-3)
   assert abs(norm[1024.0] - seen["train/grad_norm"]) <= abs(norm[1.0] - seen["train/grad_norm"])
 
@@ -185,7 +185,7 @@ def test_a_mesh_scales_and_skips_as_one_device(axes, changes):
   assert scale[0] == 256.0 and scale[3] == 1  # halved, and doubled after four
   assert_trees_equal(scale_of_several, scale)
   for a, b in zip(one, several, strict=True):
-    assert a["loss_scale/skipped"] == b["loss_scale/skipped"]
+    assert a["train/skipped"] == b["train/skipped"]
     assert a["train/loss"] == pytest.approx(b["train/loss"], abs=5e-3)
 
 

@@ -58,7 +58,7 @@ def test_auto_goes_on_in_the_format_in_which_it_began(run, tmp_path, monkeypatch
 
 def test_overflows_at_the_start_are_told_and_no_fault(run):
   _, folder, state = run
-  skipped = logged(folder, "loss_scale/skipped")
+  skipped = logged(folder, "train/skipped")
   number = sum(skipped.values())
   assert skipped[1] and number == int(state.loss_scale.skipped) < STEPS
   lines = ledger.read_lines(folder / workdir.DECISIONS)
