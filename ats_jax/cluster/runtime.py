@@ -40,7 +40,8 @@ _NEEDED = {
   "jax_numpy_dtype_promotion": "standard",
 }
 # Options that change what a run computes, and their defaults.
-_CHANGING = {"jax_enable_x64": False, "jax_default_matmul_precision": None}
+_MATMULS = "jax_default_matmul_precision"
+_CHANGING = {"jax_enable_x64": False, _MATMULS: None}
 _DAMAGED_ENTRY = re.compile("Error reading persistent compilation cache entry for '(.+?)'")
 _CACHE_VARIABLE, _CACHE_SWITCH = "JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_COMPILATION_CACHE"
 
@@ -52,7 +53,7 @@ def configured(cfg: Config) -> Iterator[None]:
   Flags of the compiler and memory take effect only if no device was used before.
   """
   variables = {name: os.environ.get(name) for name in _VARIABLES}
-  options = {name: getattr(jax.config, name) for name in (*_OPTIONS, *_RANDOM)}
+  options = {name: getattr(jax.config, name) for name in (*_OPTIONS, *_RANDOM, _MATMULS)}
   show_warning = warnings.showwarning
   try:
     configure(cfg)
@@ -75,6 +76,8 @@ def configure(cfg: Config) -> None:
     ValueError: if the cache's folder cannot be made, or a switch of jax for debugging is on.
   """
   _look_at_options()
+  if not cfg.precision.tf32:
+    jax.config.update(_MATMULS, "highest")
   os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", GPU_MEMORY_FRACTION)
   if cfg.precision.deterministic:
     _add_flag("--xla_gpu_deterministic_ops=true")

@@ -168,6 +168,9 @@ def count_epochs(
 def resolve(cfg: Config, tokenizer_size: int) -> Config:
   """Replace the zeros that stand for "derive it" by the derived values.
 
+  `precision.compute_dtype=auto` becomes bfloat16: who knows the device asks for its format before
+  (`ops.requirements.with_compute_dtype`).
+
   Raises:
     ValueError: if the vocabulary is smaller than the tokenizer's.
   """
@@ -191,4 +194,7 @@ def resolve(cfg: Config, tokenizer_size: int) -> Config:
     moe = dataclasses.replace(moe, d_ff=moe.d_ff or model.d_ff)
   if mod.routing != "none":
     mod = dataclasses.replace(mod, end_layer=mod.end_layer or m.num_layers)
-  return dataclasses.replace(cfg, model=model, moe=moe, mod=mod)
+  precision = cfg.precision
+  if precision.compute_dtype == "auto":
+    precision = dataclasses.replace(precision, compute_dtype="bfloat16")
+  return dataclasses.replace(cfg, model=model, moe=moe, mod=mod, precision=precision)

@@ -13,7 +13,7 @@ from ats_jax.cluster import runtime
 from ats_jax.config import Config
 from ats_jax.config.build import CHANGES, resolve, with_changes, with_settings
 from ats_jax.config.identity import RunIdentity
-from ats_jax.config.schema import SampleConfig
+from ats_jax.config.schema import PrecisionConfig, SampleConfig
 from ats_jax.config.schema.exchange import Hierarchical
 from ats_jax.config.schema.optimizer import AdamW
 from ats_jax.config.schema.schedule import Constant
@@ -24,6 +24,7 @@ from ats_jax.extensions import losses
 from ats_jax.inference.generator import generate
 from ats_jax.model.decoder import Decoder
 from ats_jax.model.layout import stacks
+from ats_jax.ops.requirements import this_device, with_compute_dtype
 from ats_jax.sharding.mesh import make_mesh, on_mesh
 from ats_jax.step.program import Program, make_program
 from ats_jax.store.paths import Path
@@ -143,12 +144,14 @@ def settings_of(checkpoints: Path, step: int | str, run: RunIdentity) -> dict[st
 
 
 @contextlib.contextmanager
-def load_run(folder: Path, step: str = "latest") -> Iterator[TrainedRun]:
+def load_run(folder: Path, step: str = "latest", compute_dtype: str = "") -> Iterator[TrainedRun]:
   """Restore the weights of a run; its mesh is set inside the context.
 
   Args:
     folder: the workdir.
     step: a step, "latest" or "best".
+    compute_dtype: in place of that of the training, as `precision.compute_dtype`, without 8 bits;
+      "" = as it was trained.
 
   Raises:
     ValueError: if there is no run, no such checkpoint, none that is intact, or one of another run.
@@ -158,7 +161,7 @@ def load_run(folder: Path, step: str = "latest") -> Iterator[TrainedRun]:
   changes = settings_of(folder / workdir.CHECKPOINTS, chosen, workdir.load_identity(folder))
   with contextlib.ExitStack() as stack:
     while True:
-      run = _restored(folder, chosen, changes, stack)
+      run = _restored(folder, chosen, changes, compute_dtype, stack)
       made_with = run.extra.get(CHANGES, {})
       if made_with == changes:
         break
@@ -169,15 +172,25 @@ def load_run(folder: Path, step: str = "latest") -> Iterator[TrainedRun]:
 
 
 def _restored(
-  folder: Path, step: int | str, changes: Mapping[str, Any], stack: contextlib.ExitStack
+  folder: Path,
+  step: int | str,
+  changes: Mapping[str, Any],
+  compute_dtype: str,
+  stack: contextlib.ExitStack,
 ) -> TrainedRun:
   """The run with the settings that `changes` makes of its own; its mesh is left set in `stack`."""
   cfg, checkpoints = workdir.load_config(folder), folder / workdir.CHECKPOINTS
   # In this order: a checkpoint may name folders too.
   cfg = as_data(with_changes(cfg, changes))
   tokenizer = load_tokenizer(folder / workdir.TOKENIZER)
-  cfg = resolve(cfg, tokenizer.vocab_size)
+  if compute_dtype:
+    # With the defaults of the rest: there are no gradients, and what was chosen was for training.
+    cfg = dataclasses.replace(cfg, precision=dataclasses.replace(
+      PrecisionConfig(), compute_dtype=compute_dtype, param_dtype=cfg.precision.param_dtype,
+      deterministic=cfg.precision.deterministic,
+    ))  # fmt: skip
   stack.enter_context(runtime.configured(cfg))
+  cfg = resolve(with_compute_dtype(cfg, this_device()), tokenizer.vocab_size)
   cfg = fit_devices(cfg, jax.device_count())
   mesh = make_mesh(cfg)
   stack.enter_context(on_mesh(cfg, mesh))

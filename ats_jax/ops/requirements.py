@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 import jax
+from absl import logging
 
 from ats_jax.config.schema import Config
 from kernels_cuda import cross_entropy, library, rms_norm, routing, rows
@@ -57,6 +58,32 @@ def nvidia(device: Device, what: str, capabilities: Sequence[str] | str) -> str:
   return ""
 
 
+def lacks_bfloat16(device: Device) -> str:
+  """Why a device does not multiply in bfloat16; "" = it does. NVIDIA GPUs do from sm_80 on."""
+  is_nvidia = device.platform == "gpu" and re.fullmatch(r"\d+\.\d", device.capability)
+  if not is_nvidia or float(device.capability) >= 8.0:
+    return ""
+  return f"compute capability {device.capability} has no bfloat16, which came with 8.0"
+
+
+def with_compute_dtype(cfg: Config, device: Device, before: str = "") -> Config:
+  """`cfg` with the format that `precision.compute_dtype=auto` stands for on a device; logs why.
+
+  Args:
+    cfg: the run.
+    device: where it runs.
+    before: the format in which the run was begun; "" = it begins now.
+  """
+  if cfg.precision.compute_dtype != "auto":
+    return cfg
+  lacks = lacks_bfloat16(device)
+  dtype = before or ("float16" if lacks else "bfloat16")
+  why = "as the run was begun" if before else lacks or "the device multiplies in it"
+  logging.info("precision.compute_dtype=auto: %s (%s)", dtype, why)
+  precision = dataclasses.replace(cfg.precision, compute_dtype=dtype)
+  return dataclasses.replace(cfg, precision=precision)
+
+
 def bfloat16(cfg: Config, what: str) -> str:
   """Obstacle of a kernel that computes in bfloat16."""
   dtype = cfg.precision.compute_dtype
@@ -65,8 +92,10 @@ def bfloat16(cfg: Config, what: str) -> str:
 
 def cudnn_attention(cfg: Config, device: Device) -> str:
   """Obstacle of cuDNN's flash attention over packed rows, which older GPUs do not have."""
-  if obstacle := nvidia(device, "cuDNN", "9.0") or bfloat16(cfg, "cuDNN"):
+  if obstacle := nvidia(device, "cuDNN", "9.0"):
     return obstacle
+  if (dtype := cfg.precision.compute_dtype) not in ("bfloat16", "float16"):
+    return f"cuDNN needs bfloat16 or float16, precision.compute_dtype is {dtype}"
   if cfg.model.head_dim % 8 or cfg.model.head_dim > 256:
     return f"cuDNN needs head_dim % 8 == 0 and <= 256, model.head_dim is {cfg.model.head_dim}"
   if cfg.model.v_head_dim > cfg.model.head_dim:

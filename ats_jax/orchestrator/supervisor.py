@@ -30,7 +30,11 @@ from ats_jax.orchestrator.policy.requests import Ready, Requests
 from ats_jax.orchestrator.policy.state import Decision, Judgement, PolicyState, Request
 from ats_jax.orchestrator.policy.triggers import HOOK
 from ats_jax.orchestrator.ports import Loop, rows_read
-from ats_jax.orchestrator.record.influence import bounded_steps, cost_of_lost_steps
+from ats_jax.orchestrator.record.influence import (
+  bounded_steps,
+  cost_of_lost_steps,
+  scale_changes,
+)
 from ats_jax.orchestrator.record.ledger import check_agreement
 from ats_jax.orchestrator.record.teller import Teller, Write
 from ats_jax.orchestrator.signals.copies import Copies
@@ -381,6 +385,8 @@ class Supervisor(Watcher):
     )  # fmt: skip
     if (left := bounded_steps(self._names, interval.step, rows)) is not None:
       self._teller.bounded(step, left, interval.read, self._program.cfg.data.batch_size)
+    if (scale := scale_changes(self._names, interval.step, rows)) is not None:
+      self._teller.note("loss_scale", step, **scale)
     if not judgement.stale:
       self._teller.health(health)
       if not judgement.good:

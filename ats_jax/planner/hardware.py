@@ -11,6 +11,9 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
+from ats_jax.config.schema import Config
+from ats_jax.metrics.peaks import peak_flops
+
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 _FIELDS = ("device_kind", "devices", "matmul_flops", "memory_bytes_per_sec", "collectives")
 
@@ -92,7 +95,7 @@ class Typical(NamedTuple):
 
   Attributes:
     kind: as jax names it.
-    matmul: TFLOP/s of large matmuls in bfloat16. H200: measured (docs/reference/performance.md);
+    matmul: TFLOP/s of large matmuls in 16 bits. H200: measured (docs/reference/performance.md);
       others: that share, 0.75, of the data sheet's.
     memory: GB/s read and written, measured (H200), or that share, 0.87, of the data sheet's.
     link: GB/s that leave a device in a collective: 0.8 of the data sheet's NVLink, one direction.
@@ -112,6 +115,8 @@ TYPICAL = {
   "H100": Typical("NVIDIA H100 80GB HBM3", 740, 2900, 360, 74),
   "H200": Typical("NVIDIA H200", 740, 4200, 360, 131),
   "B200": Typical("NVIDIA B200", 1690, 7000, 720, 166),
+  # 0.75 of 65 TFLOP/s in float16, PCIe in place of NVLink; jax has 14.6 GiB of its 16 GB.
+  "T4": Typical("Tesla T4", 49, 278, 10, 13.5),
 }
 LATENCY = 3e-5  # seconds that a collective takes at least
 _POINTS = (2**10, 2**30)
@@ -138,8 +143,25 @@ def typical(name: str) -> Hardware:
     row.kind,
     devices,
     # float32 operands are multiplied in TF32, at half the rate.
-    {dtype: row.matmul * 1e12 / (2 if dtype == "float32" else 1) for dtype in _DTYPES},
+    {
+      dtype: row.matmul * 1e12 / (2 if dtype == "float32" else 1)
+      for dtype in _DTYPES
+      if dtype == "float32" or peak_flops(row.kind, dtype)
+    },
     row.memory * 1e9,
     {name: points(times) for name, times in rounds.items()},
     is_typical=True,
   )
+
+
+def with_format_of(cfg: Config, kind: str) -> Config:
+  """`cfg` with what `precision.compute_dtype=auto` is on a kind of device, by its data sheet.
+
+  It is float16 if that has a rate in float16 and none in bfloat16, as of GPUs before sm_80.
+  """
+  if cfg.precision.compute_dtype != "auto":
+    return cfg
+  is_older = peak_flops(kind, "float16") and not peak_flops(kind, "bfloat16")
+  dtype = "float16" if is_older else "bfloat16"
+  precision = dataclasses.replace(cfg.precision, compute_dtype=dtype)
+  return dataclasses.replace(cfg, precision=precision)

@@ -67,6 +67,11 @@ class Part:
     del state
     return model
 
+  def used_totals(self, state: TrainState, totals: Totals) -> Totals:
+    """Return the totals of the batch for the passes of this step."""
+    del state
+    return totals
+
   def gradients(
     self,
     inner: Gradients,
@@ -132,6 +137,8 @@ def step_function(
       used = part.used_model(before, used)
 
     totals = batch_totals(batch, rules, objective)
+    for part in parts:
+      totals = part.used_totals(before, totals)
     key = fold(before.key, Purpose.PASS, before.step)
     sums, stats, grads = gradients(used, batch, totals, key, rules)
     means = objective.means(sums, totals)
@@ -174,7 +181,7 @@ def sums_and_grads(
   def contribution(shards: Any, micro: Batch, micro_key: jax.Array):
     used = merge(with_gradient_shards(shards, params), model)
     part = objective(used, micro, totals, rules, micro_key)
-    return part.loss, (part.sums, part.stats)
+    return totals.scaled(part.loss), (part.sums, part.stats)
 
   def of_rows(rows: Batch, rows_key: jax.Array):
     part = jax.grad(contribution, has_aux=True)
@@ -231,3 +238,17 @@ def update(
     "train/update_norm": moved.update_norm,
     "train/learning_rate": lr,
   }
+
+
+def without_update(before: TrainState, state: TrainState, skipped: jax.Array) -> TrainState:
+  """`state` with all that an update changes beside parameters and optimizer state as it was before.
+
+  Args:
+    before: the state before the step.
+    state: the state after the update.
+    skipped: bool, whether the update was left out; if not, `state` stays.
+  """
+  old = merge(trainable(state.model), before.model), before.ema, before.unsent
+  take = functools.partial(jnp.where, skipped)
+  model, ema, unsent = jax.tree.map(take, old, (state.model, state.ema, state.unsent))
+  return dataclasses.replace(state, model=model, ema=ema, unsent=unsent)

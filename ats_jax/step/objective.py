@@ -31,6 +31,7 @@ class Totals(NamedTuple):
       routing, which lets a few less through, an upper bound.
     rows: the number of rows with a token that is not padding.
     items: the number of what the loss is a mean over (`Objective.items`).
+    scale: what the loss is multiplied with to be differentiated; None = nothing.
   """
 
   counted: jax.Array
@@ -38,6 +39,11 @@ class Totals(NamedTuple):
   places: jax.Array
   rows: jax.Array
   items: jax.Array
+  scale: jax.Array | None = None
+
+  def scaled(self, loss: jax.Array) -> jax.Array:
+    """The loss to differentiate."""
+    return loss if self.scale is None else self.scale * loss
 
 
 def batch_totals(batch: Batch, rules: Pass, objective: "Objective | None" = None) -> Totals:

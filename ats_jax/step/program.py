@@ -22,7 +22,7 @@ from ats_jax.model.param import reshard_params, trainable
 from ats_jax.model.random import Purpose, fold
 from ats_jax.ops import registry
 from ats_jax.ops.registry import Choice
-from ats_jax.ops.requirements import Device, this_device
+from ats_jax.ops.requirements import Device, lacks_bfloat16, this_device
 from ats_jax.sharding.apply import num_hosts, num_shards
 from ats_jax.sharding.mesh import batch_sharding
 from ats_jax.step.compiler import Options, compiler_options, evaluation_options
@@ -33,6 +33,7 @@ from ats_jax.step.parts import parts_of
 from ats_jax.step.state import TrainState
 
 FP8 = "fp8"  # where a checkpoint says that 8 bits were switched off
+COMPUTE_DTYPE = "compute_dtype"  # where it says the format of matmuls, if that is float16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +102,11 @@ class Program:
 
   def saved(self) -> dict[str, Any]:
     """The state of the program for a checkpoint, as JSON values."""
-    return {} if self.fp8 else {FP8: False}
+    compute_dtype = self.cfg.precision.compute_dtype
+    return {
+      **({} if self.fp8 else {FP8: False}),
+      **({COMPUTE_DTYPE: compute_dtype} if compute_dtype == "float16" else {}),
+    }
 
   def facts(self) -> dict[str, str]:
     """Describe what runs, by name, for the log and the workdir."""
@@ -115,6 +120,8 @@ class Program:
       f"parameters {p.param_dtype}, matmuls {p.compute_dtype}, "
       f"{moments}norms, softmax and loss float32"
     )
+    if p.scaling is not None:
+      facts["loss scale"] = p.scaling.in_words()
     if p.fp8:
       number, every = sum(fp8_layers(cfg)), cfg.eval.every_steps
       watch = f"off once they add {p.fp8_band:.2%} to a validation loss (each {every} steps)"
@@ -257,6 +264,11 @@ def make_program(cfg: Config, objective: Objective | None = None) -> Program:
   objective = Pretraining(cfg) if objective is None else objective
   device = this_device()
   kernels, choices = registry.choose(cfg, device)
+  if cfg.precision.compute_dtype == "bfloat16" and (lacks := lacks_bfloat16(device)):
+    logging.warning(
+      "precision.compute_dtype=bfloat16: %s, so matmuls are slow. Use float16, or auto, for a new "
+      "run.", lacks,
+    )  # fmt: skip
   unroll = unroll_of(cfg, device.platform)
   if device.platform == "gpu" and cfg.step.scan_unroll > 1 and cfg.precision.deterministic:
     logging.warning(

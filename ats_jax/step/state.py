@@ -12,7 +12,8 @@ import optax
 
 from ats_jax.model.decoder import Decoder
 
-if TYPE_CHECKING:  # a run without a reflex does not load it
+if TYPE_CHECKING:  # a run without them does not load them
+  from ats_jax.step.loss_scale import LossScale
   from ats_jax.step.reflex import Control, Reflex
 
 
@@ -31,6 +32,7 @@ class TrainState:
     reflex: statistics of earlier steps; None with `orchestrator.mode=off`.
     unsent: the rounding errors of each replica's gradients in 8 bits, added to the next gradients
       (`step.parts.replicas`); None if nothing is compressed.
+    loss_scale: that of gradients in float16; None with any other `precision.compute_dtype`.
   """
 
   step: jax.Array
@@ -41,6 +43,7 @@ class TrainState:
   control: "Control | None" = None
   reflex: "Reflex | None" = None
   unsent: Any = None
+  loss_scale: "LossScale | None" = None
 
   @property
   def weights(self) -> Decoder:

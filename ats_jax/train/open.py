@@ -31,11 +31,12 @@ from ats_jax.metrics.throughput import Throughput
 from ats_jax.metrics.watcher import Watcher
 from ats_jax.metrics.writer import MetricWriter
 from ats_jax.model.layout import stacks
+from ats_jax.ops.requirements import this_device, with_compute_dtype
 from ats_jax.orchestrator.no_supervisor import NoSupervisor
 from ats_jax.sharding.mesh import make_mesh, on_mesh
 from ats_jax.step.by_source import source_metrics
 from ats_jax.step.course import Course
-from ats_jax.step.program import Program, make_program
+from ats_jax.step.program import COMPUTE_DTYPE, Program, make_program
 from ats_jax.step.sparse_value import sparse_value_metrics
 from ats_jax.step.state import TrainState
 from ats_jax.store.paths import Path
@@ -120,6 +121,8 @@ def open_run(
     check_same_text(eval_sets, origin.extra.get(HELD_OUT, {}))
     cfg, length = with_num_steps(cfg, train_set, done)
     workdir.write_config(folder, cfg)
+    began_in = origin.extra.get(COMPUTE_DTYPE, "bfloat16") if origin.restore else ""
+    cfg = with_compute_dtype(cfg, this_device(), began_in)
     cfg = with_changes(cfg, origin.extra.get(CHANGES, {}))
     cfg = resolve(cfg, train_set.info.tokenizer.vocab_size)
     cfg, devices = resize_to_devices(cfg, origin.extra.get(DEVICES))
@@ -173,6 +176,7 @@ def open_run(
         FolderWatch(checkpoints, cfg.log.every_steps),
         watchdog,
         _device_watch(cfg.log.every_steps),
+        _scale_watch(cfg),
         profile,
         log,
         meter,
@@ -311,3 +315,12 @@ def _device_watch(every_steps: int) -> Watcher:
   from ats_jax.cluster.liveness.device_watch import open_device_watch
 
   return open_device_watch(every_steps)
+
+
+def _scale_watch(cfg: Config) -> Watcher:
+  """The watch over the scale of the loss, where there is one."""
+  if cfg.precision.scaling is None:
+    return Watcher()
+  from ats_jax.metrics.loss_scale import ScaleWatch
+
+  return ScaleWatch(cfg.log.every_steps)

@@ -102,7 +102,8 @@ def main(argv: list[str]) -> int:
 def beginning_with(init: InitialWeights) -> dict[str, Any]:
   """Settings of a run that goes on with these weights: their model and its tokenizer.
 
-  Matmuls are in the format that they were in there; weights are in float32.
+  Matmuls are in the format that they were in there, but for float16, which --dtype names; weights
+  are in float32.
   """
   folder = init.folder
   if is_model_folder(folder):
@@ -113,7 +114,8 @@ def beginning_with(init: InitialWeights) -> dict[str, Any]:
     tokenizer = str(folder / workdir.TOKENIZER)
   kept = {n: v for n, v in flatten(source).items() if n.split(".")[0] in ("model", "moe", "mod")}
   kept |= {"data.tokenizer": tokenizer, "data.seq_len": source.data.seq_len}
-  kept["precision.compute_dtype"] = source.precision.compute_dtype
+  if source.precision.compute_dtype in ("float32", "bfloat16"):
+    kept["precision.compute_dtype"] = source.precision.compute_dtype
   return updated(to_dict(Config()), kept)
 
 

@@ -204,6 +204,17 @@ def define_step_flag(flag_values: flags.FlagValues) -> flags.FlagHolder:
   return flags.DEFINE_string("step", "latest", text, flag_values=flag_values)
 
 
+def define_compute_dtype_flag(flag_values: flags.FlagValues) -> flags.FlagHolder:
+  """Define `--compute_dtype`."""
+  return flags.DEFINE_enum(
+    "compute_dtype",
+    "",
+    ["", "float32", "bfloat16", "float16", "auto"],
+    "Of matmuls; by default that of the training. As precision.compute_dtype.",
+    flag_values=flag_values,
+  )
+
+
 def define_ignored_fields_flag(flag_values: flags.FlagValues) -> flags.FlagHolder:
   """Define `--ignore_fields`."""
   text = "Unknown fields of a folder's config.json that change nothing that its model computes."

@@ -30,6 +30,7 @@ NAME = re.compile("[a-z][a-z0-9_-]*=")
 FLAGS = flags.FlagValues()
 _WORKDIR = cli.define_workdir_flag(FLAGS)
 _STEP = cli.define_step_flag(FLAGS)
+_COMPUTE_DTYPE = cli.define_compute_dtype_flag(FLAGS)
 _PATHS = flags.DEFINE_string(
   "paths",
   "",
@@ -39,7 +40,10 @@ _PATHS = flags.DEFINE_string(
 
 
 def evaluate_run(
-  folder: Path, step: str, text: Sequence[str] | Mapping[str, Sequence[str]] = ()
+  folder: Path,
+  step: str,
+  text: Sequence[str] | Mapping[str, Sequence[str]] = (),
+  compute_dtype: str = "",
 ) -> tuple[int, dict[str, float]]:
   """The step of a checkpoint, and its metrics.
 
@@ -47,11 +51,12 @@ def evaluate_run(
     folder: the workdir.
     step: a step, "latest" or "best".
     text: in place of the validation split, as `data.paths`; of several sets by name.
+    compute_dtype: of matmuls, as of `load_run`.
 
   Raises:
     ValueError: if there is no such run, checkpoint or text, or its own text has changed.
   """
-  with load_run(folder, step) as run:
+  with load_run(folder, step, compute_dtype) as run:
     cfg = run.program.cfg
     if text:
       by_name = text if isinstance(text, Mapping) else {"": text}
@@ -96,7 +101,7 @@ def main(argv: list[str]) -> None:
   del argv
   folder = paths.parse(cli.require(_WORKDIR.value, "workdir", "runs/debug"))
   text = parse_paths(_PATHS.value)
-  step, metrics = evaluate_run(folder, _STEP.value, text)
+  step, metrics = evaluate_run(folder, _STEP.value, text, _COMPUTE_DTYPE.value)
   logging.info("checkpoint %d of %s", step, folder)
   for name, value in metrics.items():
     print(f"{name} {value:.6g}")

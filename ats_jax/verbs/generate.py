@@ -20,6 +20,7 @@ from ats_jax.verbs import cli
 FLAGS = flags.FlagValues()
 _WORKDIR = cli.define_workdir_flag(FLAGS)
 _STEP = cli.define_step_flag(FLAGS)
+_COMPUTE_DTYPE = cli.define_compute_dtype_flag(FLAGS)
 _SAMPLING = (
   flags.DEFINE_string("prompt", None, "Text to continue.", flag_values=FLAGS),
   flags.DEFINE_integer("max_tokens", None, "Tokens at most.", lower_bound=1, flag_values=FLAGS),
@@ -63,7 +64,7 @@ def main(argv: list[str]) -> None:
     for flag in _SAMPLING
     if flag.value is not None
   }
-  with load_run(folder, _STEP.value) as run:
+  with load_run(folder, _STEP.value, _COMPUTE_DTYPE.value) as run:
     prompt = run.sampling(**given).prompt
     if _CHAT.value:
       system = [Message("system", _SYSTEM.value)] if _SYSTEM.value else []

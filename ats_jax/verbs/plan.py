@@ -6,6 +6,7 @@ from pathlib import Path
 from absl import flags
 
 from ats_jax import exits
+from ats_jax.config.schema import Config
 from ats_jax.config.text import text_of
 from ats_jax.config.width import settings_of_width
 from ats_jax.metrics.memory import GIB
@@ -14,7 +15,7 @@ from ats_jax.planner.abstract import resolve_without_data
 from ats_jax.planner.advice import fit_lines, memory_lines
 from ats_jax.planner.budget import budget, parse_law, render_budget
 from ats_jax.planner.fit import fit
-from ats_jax.planner.hardware import TYPICAL, Hardware, typical
+from ats_jax.planner.hardware import TYPICAL, Hardware, typical, with_format_of
 from ats_jax.planner.widths import check_widths, render_slopes
 from ats_jax.verbs import cli
 
@@ -70,7 +71,8 @@ _FIT = flags.DEFINE_bool(
 _DEVICE = flags.DEFINE_string(
   "device",
   "H100",
-  f"For --fit without --hardware: typical rates and memory of {', '.join(TYPICAL)}.",
+  "Without --hardware: precision.compute_dtype=auto is of it, and --fit has its typical rates and "
+  f"memory; of {', '.join(TYPICAL)}.",
   flag_values=PLAN_FLAGS,
 )
 _MEMORY = flags.DEFINE_float(
@@ -118,11 +120,12 @@ def main(argv: list[str]) -> None:
   """Print the plan of a config."""
   del argv
   rates = Hardware.load(Path(_HARDWARE.value).expanduser()) if _HARDWARE.value else None
+  cfg = with_format_of(_CONFIG.value, (rates or typical(_DEVICE.value)).device_kind)
   if _FIT.value:
-    _print_fitted(rates)
+    _print_fitted(cfg, rates)
     return
-  plan = describe.describe(_CONFIG.value, _DEVICES.value, rates)
-  folded = expert_axis.without_expert_axis(_CONFIG.value, _DEVICES.value, plan)
+  plan = describe.describe(cfg, _DEVICES.value, rates)
+  folded = expert_axis.without_expert_axis(cfg, _DEVICES.value, plan)
   if _JSON.value:
     print(json.dumps(plan | {"without_expert_axis": folded}))
     return
@@ -131,10 +134,10 @@ def main(argv: list[str]) -> None:
     print("", *expert_axis.render_expert_axis(folded), sep="\n")
   if _MEMORY.value:
     limit = round(_MEMORY.value * GIB)
-    print("", *memory_lines(_CONFIG.value, _DEVICES.value, plan, limit), sep="\n")
+    print("", *memory_lines(cfg, _DEVICES.value, plan, limit), sep="\n")
 
 
-def _print_fitted(rates: Hardware | None) -> None:
+def _print_fitted(cfg: Config, rates: Hardware | None) -> None:
   if not _DEVICES.value:
     raise ValueError("--fit needs --devices: how many share the run, such as --devices=8.")
   rates = rates or typical(_DEVICE.value)
@@ -145,7 +148,7 @@ def _print_fitted(rates: Hardware | None) -> None:
       "run can have: --memory."
     )
   limit = round((_MEMORY.value or known[0]) * GIB)
-  found = fit(_CONFIG.value, _DEVICES.value, limit, rates)
+  found = fit(cfg, _DEVICES.value, limit, rates)
   if _JSON.value:
     candidates = [candidate._asdict() for candidate in found.considered]
     picked = found.pick and found.pick._asdict()

@@ -271,6 +271,7 @@ def test_what_pytorch_has_not_is_named(tmp_path):
     ({"orchestrator.mode": "act"}, "orchestrator.mode=off"),
     ({"optimizer.ema_decay": 0.9}, r"optimizer.ema_decay=0\.0"),
     ({"precision.param_dtype": "bfloat16"}, "param_dtype=float32"),
+    ({"precision.compute_dtype": "float16"}, "Use --dtype=float16 in place of"),
     ({**SPARSE, "mod.routing": "random"}, "mod.routing=random"),
   ):
     with pytest.raises(ValueError, match=words):

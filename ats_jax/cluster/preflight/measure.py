@@ -16,7 +16,7 @@ from ats_jax.planner.hardware import COLLECTIVES, Hardware
 
 ROUNDS = 3  # of which the median counts
 CALLS_PER_ROUND = 5
-DTYPES = ("bfloat16", "float32")
+DTYPES = ("bfloat16", "float16", "float32")
 
 
 class Work(NamedTuple):

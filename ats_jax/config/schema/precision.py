@@ -1,11 +1,119 @@
 """The section `precision`."""
 
 import dataclasses
+import math
 from typing import Any
 
-from ats_jax.config.schema.setting import of_flags, setting, when
+from ats_jax.config.schema.setting import Kinds, of_flags, section, setting, when
 
 EIGHT_BIT_MULTIPLE = 16  # of the sizes of a matmul in 8 bits: what cuBLASLt takes
+LOSS_SCALES = Kinds(
+  "precision.loss_scale",
+  "what the loss is multiplied with, so that gradients in float16 do not vanish; auto = dynamic "
+  "with compute_dtype=float16, none with the other formats",
+)
+_MAY_BE_FLOAT16 = when("precision.compute_dtype", "float16", "auto")
+
+
+@dataclasses.dataclass(frozen=True)
+class LossScaling:
+  """What every scale of the loss has: its name."""
+
+  name: str = LOSS_SCALES.tag("auto")
+
+  @property
+  def first(self) -> float:
+    """The scale of the first update."""
+    return 1.0
+
+  def in_words(self) -> str:
+    """What becomes of it, for the log."""
+    return f"{self.name}: {self.first:.9g}"
+
+
+@LOSS_SCALES.register
+@dataclasses.dataclass(frozen=True)
+class AutoScaling(LossScaling):
+  """As the format of the matmuls needs it."""
+
+
+@LOSS_SCALES.register
+@dataclasses.dataclass(frozen=True)
+class Static(LossScaling):
+  """One scale; an update whose gradients overflow is left out."""
+
+  name: str = LOSS_SCALES.tag("static")
+  scale: float = setting(
+    1024.0, "a power of two", low=2.0**-24, high=2.0**24, needs=_MAY_BE_FLOAT16
+  )
+
+  @property
+  def first(self) -> float:
+    """The scale of the first update."""
+    return self.scale
+
+  def check(self, cfg: Any) -> None:
+    """Refuse a scale that rounds."""
+    del cfg
+    _power_of_two("precision.loss_scale.scale", self.scale)
+
+
+@LOSS_SCALES.register
+@dataclasses.dataclass(frozen=True)
+class Dynamic(LossScaling):
+  """Halved when gradients overflow, which leaves the update out; doubled after many that do not."""
+
+  name: str = LOSS_SCALES.tag("dynamic")
+  initial: float = setting(
+    65536.0,
+    "scale of the first update, a power of two",
+    low=2.0**-24,
+    high=2.0**24,
+    needs=_MAY_BE_FLOAT16,
+  )
+  growth_interval: int = setting(
+    2000,
+    "updates in a row without an overflow after which it is doubled",
+    unit="updates",
+    low=1,
+    needs=_MAY_BE_FLOAT16,
+  )
+  least: float = setting(
+    1.0,
+    "it is not halved below this power of two",
+    low=2.0**-24,
+    high=2.0**24,
+    needs=_MAY_BE_FLOAT16,
+  )
+
+  @property
+  def first(self) -> float:
+    """The scale of the first update."""
+    return self.initial
+
+  def in_words(self) -> str:
+    """What becomes of it, for the log."""
+    return (
+      f"{super().in_words()} at first, halved when gradients overflow, doubled after "
+      f"{self.growth_interval:,} updates that do not"
+    )
+
+  def check(self, cfg: Any) -> None:
+    """Refuse scales that round, or that begin below the least."""
+    del cfg
+    _power_of_two("precision.loss_scale.initial", self.initial)
+    _power_of_two("precision.loss_scale.least", self.least)
+    if self.initial < self.least:
+      raise ValueError(
+        f"precision.loss_scale.initial={self.initial:g} is below least={self.least:g}. Raise it, "
+        "or lower least."
+      )
+
+
+def _power_of_two(name: str, value: float) -> None:
+  if math.frexp(value)[0] != 0.5:
+    near = 2.0 ** round(math.log2(value))
+    raise ValueError(f"{name}={value:g} rounds gradients. Use a power of two, such as {near:g}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,10 +122,23 @@ class PrecisionConfig:
 
   param_dtype: str = setting(
     "float32",
-    "stored matrices and head; embedding, routers and vectors are float32",
+    "stored matrices and head; embedding, routers and vectors are float32. There is no float16: "
+    "updates of a weight near 1 below 0.0005 would be rounded away, and small ones to 0",
     choices=("float32", "bfloat16"),
   )
-  compute_dtype: str = setting("bfloat16", "operands of matmuls", choices=("float32", "bfloat16"))
+  compute_dtype: str = setting(
+    "bfloat16",
+    "operands of matmuls; auto = bfloat16 where the device multiplies in it, and float16 on NVIDIA "
+    "GPUs that do not (before sm_80)",
+    choices=("float32", "bfloat16", "float16", "auto"),
+  )
+  loss_scale: LossScaling = section(LOSS_SCALES, "auto")
+  tf32: bool = setting(
+    True,
+    "GPU: float32 matmuls in TF32, which has 10 bits of mantissa; false = in float32, slower",
+    resume="free",
+    needs=when("precision.compute_dtype", "float32"),
+  )
   fp8: bool = setting(
     False,
     "projections of attention and dense feed-forwards in 8 bits: e4m3 operands, e5m2 gradients, "
@@ -42,10 +163,35 @@ class PrecisionConfig:
     False, "GPU: bit-equal reruns, at a cost in speed (docs/reference/performance.md)"
   )
 
+  @property
+  def scaling(self) -> LossScaling | None:
+    """How the loss is scaled; None = it is not."""
+    if self.compute_dtype != "float16":
+      return None
+    return Dynamic() if isinstance(self.loss_scale, AutoScaling) else self.loss_scale
+
   def check(self, cfg: Any) -> None:
-    """Refuse 8 bits without a layer for them, or of sizes that their matmuls do not take."""
+    """Refuse float16 for what it is too small for, and 8 bits that matmuls do not take."""
+    may_be_16 = self.compute_dtype in ("float16", "auto")
+    if may_be_16 and self.param_dtype != "float32":
+      raise ValueError(
+        f"precision.param_dtype={self.param_dtype} with precision.compute_dtype="
+        f"{self.compute_dtype}: weights whose matmuls may be in float16 are stored in float32. Set "
+        "precision.param_dtype=float32."
+      )
+    if not may_be_16 and not isinstance(self.loss_scale, AutoScaling):
+      raise ValueError(
+        f"precision.loss_scale={self.loss_scale.name} is for gradients in float16, and "
+        f"precision.compute_dtype is {self.compute_dtype}. Leave it out."
+      )
     if not self.fp8:
       return
+    if may_be_16:
+      raise ValueError(
+        f"precision.fp8 with precision.compute_dtype={self.compute_dtype}: products in 8 bits "
+        "overflow float16, and devices that have them have bfloat16. Set that, or precision.fp8="
+        "false."
+      )
     m, tensor = cfg.model, cfg.mesh.tensor
     if self.fp8_keep_first + self.fp8_keep_last >= m.num_layers:
       raise ValueError(

@@ -82,7 +82,8 @@ def attention(
 
 def _dense(q_BTNH, k_BTKH, v_BTKH, same_B1TT, window, soft_cap, sinks_N):
   """Attention with all scores in memory at once."""
-  if sinks_N is None and soft_cap is None and v_BTKH.shape == k_BTKH.shape:
+  plain = sinks_N is None and soft_cap is None and v_BTKH.shape == k_BTKH.shape
+  if plain and q_BTNH.dtype != jnp.float16:  # jax asks for an algorithm that not all devices have
     before = None if window is None else (window - 1, 0)
     y_BTNH = jax.nn.dot_product_attention(
       q_BTNH,
@@ -106,8 +107,8 @@ def _attention_with_options(q_BTNH, k_BSKH, v_BSKH, visible_B1TS, soft_cap, sink
   (batch, queries, heads, width), keys = q_BTNH.shape, k_BSKH.shape[1]
   wide = jnp.promote_types(q_BTNH.dtype, jnp.float32)
   q_BTKGH = q_BTNH.reshape(batch, queries, k_BSKH.shape[2], -1, width)
-  scores = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=wide)
-  scores_BNTS = scores.reshape(batch, heads, queries, keys) * width**-0.5
+  score = _scores_of_float16 if q_BTNH.dtype == jnp.float16 else _scores
+  scores_BNTS = score(q_BTKGH, k_BSKH).reshape(batch, heads, queries, keys) * width**-0.5
   if soft_cap is not None:
     scores_BNTS = soft_cap * jnp.tanh(scores_BNTS / soft_cap)
   scores_BNTS = jnp.where(visible_B1TS, scores_BNTS, -jnp.inf)
@@ -118,6 +119,25 @@ def _attention_with_options(q_BTNH, k_BSKH, v_BSKH, visible_B1TS, soft_cap, sink
   weights = weights_BNTS.reshape(batch, k_BSKH.shape[2], -1, queries, keys)
   y_BTKGH = jnp.einsum("BKGTS,BSKH->BTKGH", weights, v_BSKH)
   return y_BTKGH.reshape(*q_BTNH.shape[:-1], -1)
+
+
+def _scores(q_BTKGH, k_BSKH):
+  wide = jnp.promote_types(q_BTKGH.dtype, jnp.float32)
+  return jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=wide)
+
+
+# Its own derivative would multiply in float32, for which GPUs before sm_80 have no tensor cores.
+_scores_of_float16 = jax.custom_vjp(_scores)
+
+
+def _scores_backward(saved, dscores_BKGTS):
+  q_BTKGH, k_BSKH = saved
+  dscores_BKGTS = dscores_BKGTS.astype(q_BTKGH.dtype)
+  dq_BTKGH = jnp.einsum("BKGTS,BSKH->BTKGH", dscores_BKGTS, k_BSKH)
+  return dq_BTKGH, jnp.einsum("BKGTS,BTKGH->BSKH", dscores_BKGTS, q_BTKGH)
+
+
+_scores_of_float16.defvjp(lambda q, k: (_scores(q, k), (q, k)), _scores_backward)
 
 
 def largest_logit(
@@ -183,7 +203,7 @@ def cached_attention(
     visible_B1TS = (slots <= index[:, :, None])[:, None]
     if window is not None:
       visible_B1TS &= (slots > index[:, :, None] - window)[:, None]
-    if soft_cap is not None or sinks is not None:
+    if soft_cap is not None or sinks is not None or q.dtype == jnp.float16:  # as `_dense`
       return (
         _attention_with_options(q, k_cache, v_cache, visible_B1TS, soft_cap, sinks),
         k_cache,

@@ -231,6 +231,12 @@ def with_new_settings(cfg: Config, action: Reopening, step: int) -> Config:
   if "mod.capacity" in values and cfg.mod.routing == "none":
     raise ValueError("mod.capacity does nothing with mod.routing=none: no layer skips tokens.")
   new = with_settings(cfg, values)
+  formats = cfg.precision.compute_dtype, new.precision.compute_dtype
+  if (cfg.precision.scaling is None) != (new.precision.scaling is None):
+    raise ValueError(
+      f"precision.compute_dtype cannot change from {formats[0]} to {formats[1]}: with float16, and "
+      "only then, the state holds a scale of the loss. bfloat16 and float32 can follow each other."
+    )
   if new.num_steps <= step:
     raise ValueError(f"num_steps={new.num_steps} is over at step {step}. Use a later one.")
   if _micro_batch(new) != _micro_batch(cfg):

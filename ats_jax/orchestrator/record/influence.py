@@ -44,6 +44,42 @@ def bounded_steps(names: Sequence[str], last_step: int, rows: np.ndarray) -> dic
   }
 
 
+def scale_changes(names: Sequence[str], last_step: int, rows: np.ndarray) -> dict[str, Any] | None:
+  """Return what became of the scale of the loss in an interval; None = nothing, or there is none.
+
+  Args:
+    names: as of `bounded_steps`, with the other arguments.
+    last_step: see there.
+    rows: see there.
+
+  Returns:
+    left_out: steps whose gradients overflowed; doubled: steps after which it was; scale: of the
+      next step.
+  """
+  column = dict(zip(names, rows.T, strict=True))
+  if "train/loss_scale" not in column:
+    return None
+  steps = np.arange(last_step - len(rows) + 1, last_step + 1)
+  left_out, changes = column["train/skipped"] > 0, column["train/loss_scale_change"]
+  if not (left_out | (changes != 1.0)).any():
+    return None
+  return {
+    "left_out": steps[left_out].tolist(),
+    "doubled": steps[changes > 1.0].tolist(),
+    "scale": float(column["train/loss_scale"][-1] * changes[-1]),
+  }
+
+
+def tell_scale(line: Mapping[str, Any]) -> str:
+  """What a line of the ledger says of the scale of the loss."""
+  parts = [f"{line['scale']:.9g}"]
+  if line["left_out"]:
+    parts.append(f"gradients overflowed in {_batches(line['left_out'])}, which are left out")
+  if line["doubled"]:
+    parts.append(f"doubled after steps {_ranges(line['doubled'])}")
+  return f"loss scale: {'; '.join(parts)}"
+
+
 def cost_of_lost_steps(
   cfg: Config, steps: int, laps: Sequence[Mapping[str, float]]
 ) -> dict[str, Any]:

@@ -6,6 +6,7 @@ One JSON object a line, each with "v" (version of the format), "kind" and "step"
   resumed_from the run goes on from this step: lines of later steps before it no longer count
   check        a look: the reading, the health report, what a hook asks for, evaluations
   bounded      steps of an interval that were left out or shrunk, their tokens and rows
+  loss_scale   what became of it in an interval: steps left out, steps after which it doubled
   comparison   what was compared since `first`, where each arm ended, updates that it took
   given_up     a comparison under way that was dropped, and why
   waits        what a hook asked for and is not done yet, and why
@@ -37,8 +38,8 @@ from ats_jax.store.paths import Log, Path
 
 VERSION = 4
 KINDS = (
-  "start", "resumed_from", "check", "bounded", "comparison", "given_up", "waits", "refused",
-  "decision",
+  "start", "resumed_from", "check", "bounded", "loss_scale", "comparison", "given_up", "waits",
+  "refused", "decision",
 )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ats_jax.orchestrator.record import ledger
-from ats_jax.orchestrator.record.influence import recurring_batches, tell_bounded
+from ats_jax.orchestrator.record.influence import recurring_batches, tell_bounded, tell_scale
 from ats_jax.orchestrator.signals.health import LEVELS
 from ats_jax.orchestrator.trials.arms import winner
 from ats_jax.store.paths import Path
@@ -34,6 +34,8 @@ def tell(path: Path) -> list[str]:
         case "bounded":
           lines.append(_line(row, tell_bounded(row)))
           bounded.append(row)
+        case "loss_scale":
+          lines.append(_line(row, tell_scale(row)))
         case "decision":
           lines.append(_line(row, f"{_deed(row)} because of {_because(row)}"))
           if advice := row["fields"].get("advice"):

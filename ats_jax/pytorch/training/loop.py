@@ -113,6 +113,11 @@ def check(cfg: Config) -> None:
   for name, value in only.items():
     if flat.get(name, value) != value:
       raise ValueError(f"bridge train has only --config.{name}={value}, not {flat[name]}.")
+  if cfg.precision.compute_dtype in ("float16", "auto"):
+    raise ValueError(
+      f"bridge train takes the format of matmuls by --dtype. Use --dtype=float16 in place of "
+      f"precision.compute_dtype={cfg.precision.compute_dtype}."
+    )
   if cfg.data.order.num_lengths > 1:
     raise ValueError(
       f"bridge train has rows of one length, and --config.data.order={cfg.data.order.name} makes "

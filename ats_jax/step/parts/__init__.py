@@ -46,6 +46,10 @@ def parts_of(cfg: Config, optimizer: Optimizer) -> "tuple[Part, ...]":
     from ats_jax.step.parts.ema import Averaged
 
     parts.append(Averaged(optimizer))
+  if (scaling := cfg.precision.scaling) is not None:  # behind all that it takes back
+    from ats_jax.step.parts.scaled import Scaled
+
+    parts.append(Scaled(scaling))
   if with_reflex:  # behind all that it takes back
     from ats_jax.step.parts.guard import Guard
 

@@ -11,7 +11,7 @@ import optax
 from ats_jax.config.schema import Config
 from ats_jax.model.param import merge, trainable
 from ats_jax.step import tensors
-from ats_jax.step.core import Metrics, Part, Update, UpdateResult
+from ats_jax.step.core import Metrics, Part, Update, UpdateResult, without_update
 from ats_jax.step.optimizers.base import Optimizer, move, seam
 from ats_jax.step.reflex import Control, Reflex, advance, judge
 from ats_jax.step.schedule import learning_rate
@@ -102,12 +102,7 @@ class Guard(Part):
 
   @override
   def after(self, result: UpdateResult, state: TrainState) -> TrainState:
-    # A skipped update changes nothing else either.
-    before = result.before
-    old = merge(trainable(state.model), before.model), before.ema, before.unsent
-    take = functools.partial(jnp.where, result.metrics["reflex/skipped"])
-    model, ema, unsent = jax.tree.map(take, old, (state.model, state.ema, state.unsent))
-    return dataclasses.replace(state, model=model, ema=ema, unsent=unsent)
+    return without_update(result.before, state, result.metrics["reflex/skipped"])
 
   @override
   def report(

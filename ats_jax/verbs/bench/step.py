@@ -27,6 +27,7 @@ from ats_jax.metrics.peaks import peak_flops
 from ats_jax.metrics.profiler import summarise_trace
 from ats_jax.metrics.throughput import mfu
 from ats_jax.model.numerics import unroll_of
+from ats_jax.ops.requirements import this_device, with_compute_dtype
 from ats_jax.planner.abstract import resolve_without_data
 from ats_jax.planner.describe import describe, planned_bytes
 from ats_jax.sharding.mesh import local_rows, make_mesh, on_mesh, to_global
@@ -59,7 +60,7 @@ def measure(
     raise ValueError(
       f"bench: --segments={segments} is outside [1, data.max_segments={cfg.data.max_segments}]."
     )
-  cfg = resolve_without_data(cfg)
+  cfg = resolve_without_data(with_compute_dtype(cfg, this_device()))
   limit = memory_gib or memory_metrics().get("memory/device_limit_gib", math.inf)
   planned = planned_bytes(describe(cfg, jax.device_count())) / GIB
   _require_memory("the planner estimates", planned, SLACK * limit)

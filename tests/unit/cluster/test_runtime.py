@@ -51,6 +51,15 @@ class TestConfigure:
     runtime.configure(config(compilation_cache="off"))
     assert not jax.config.jax_enable_compilation_cache
 
+  def test_float32_matmuls_are_in_float32_only_if_asked(self):
+    full = {"precision.compute_dtype": "float32", "precision.tf32": False}
+    before = jax.config.jax_default_matmul_precision
+    runtime.configure(config(compilation_cache="off"))
+    assert jax.config.jax_default_matmul_precision == before
+    with runtime.configured(config(compilation_cache="off", **full)):
+      assert jax.config.jax_default_matmul_precision == "highest"
+    assert jax.config.jax_default_matmul_precision == before
+
   def test_cache_that_cannot_be_made(self, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"cache .*/file/x cannot be made: Not a directory.*'off'"):

@@ -30,6 +30,7 @@ YARN = {"model.rope_scaling.factor": 4.0, "model.rope_scaling.original_len": 64}
 # Without which the section has no effect, or a kind of it is refused.
 BESIDE = {
   "moe.exchange": {"moe.num_experts": 8},
+  "precision.loss_scale": {"precision.compute_dtype": "float16"},
   "data.reading": {"data.validation_fraction": 0.0, "eval.bigram_baseline": False},
 }
 

@@ -40,6 +40,8 @@ BESIDE = {
   "sigmoid": OF_PAIRS,
   "sigmoid_norm": OF_PAIRS,
   "ipo": OF_PAIRS,
+  "static": {"precision.compute_dtype": "float16"},
+  "dynamic": {"precision.compute_dtype": "float16"},
   "llama3": {"model.rope_scaling.original_len": 64},
   "schedule_free": {"optimizer.schedule.name": "constant"},
   "yarn": {"model.rope_scaling.original_len": 64},
@@ -150,6 +152,20 @@ def test_rules_that_join_settings():
       {"precision.fp8": True, "model.d_ff": 88, "mesh.tensor": 2},
       "needs multiples of 16: model.d_ff is 44 on a device",
     ),
+    (
+      {"precision.compute_dtype": "float16", "precision.param_dtype": "bfloat16"},
+      "param_dtype=bfloat16 with precision.compute_dtype=float16: weights",
+    ),
+    (
+      {"precision.compute_dtype": "float16", "precision.fp8": True},
+      "fp8 with precision.compute_dtype=float16: products in 8 bits overflow",
+    ),
+    ({"precision.loss_scale.name": "static"}, "loss_scale=static is for gradients in float16"),
+    (
+      {"precision.compute_dtype": "auto", "precision.loss_scale.scale": 3.0},
+      "loss_scale.scale=3 rounds gradients. Use a power of two, such as 4",
+    ),
+    ({"precision.tf32": False}, "tf32=False does nothing with precision.compute_dtype=bfloat16"),
     ({"checkpoint.local_every": 10}, r"local_every=10 needs a folder .* Set checkpoint\.local_d"),
     ({"checkpoint.local_dir": "/tmp/x"}, r"local_dir=/tmp/x does nothing with .*local_every=0"),
   ]

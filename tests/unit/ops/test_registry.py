@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 from helpers import make_test_mesh, tiny_config
 
+from ats_jax.config import base_config, from_config_dict
 from ats_jax.config.schema.setting import when
 from ats_jax.ops import implementations, registry
 from ats_jax.ops.adamw import UpdateScalars, adamw_update
 from ats_jax.ops.dispatch import sort_by_expert, sum_rows, take_rows
 from ats_jax.ops.registry import XLA, FallbackError, Kernels
-from ats_jax.ops.requirements import Device
+from ats_jax.ops.requirements import Device, cudnn_attention, with_compute_dtype
 from ats_jax.ops.rms_norm import rms_norm
 from ats_jax.ops.rope import rope, rope_table
 from ats_jax.ops.routing import RoutingRule, route
@@ -317,3 +318,33 @@ def test_cases_know_the_shape_that_tuning_tables_are_asked_for(monkeypatch):
         jax.eval_shape(case.compute(name, slots), *args)
         want = ("NVIDIA Test", case.op, of_pass.slots[0], registry.shape_class(**case.dims))
         assert want in asked
+
+
+@pytest.mark.parametrize(
+  ("device", "dtype"),
+  [
+    (Device("gpu", "7.5", "Tesla T4"), "float16"),
+    (Device("gpu", "8.0", "NVIDIA A100"), "bfloat16"),
+    (Device("gpu", "gfx942", "AMD"), "bfloat16"),
+    (Device("tpu"), "bfloat16"),
+    (Device("cpu"), "bfloat16"),
+  ],
+  ids=str,
+)
+def test_the_format_of_matmuls_by_device(device, dtype):
+  config = base_config()
+  config.precision.compute_dtype = "auto"
+  asked = from_config_dict(config)
+  assert with_compute_dtype(asked, device).precision.compute_dtype == dtype
+  # A run goes on in the format in which it was begun.
+  for before in ("bfloat16", "float16"):
+    assert with_compute_dtype(asked, device, before).precision.compute_dtype == before
+
+
+def test_kernels_say_whether_they_take_float16():
+  cfg = tiny_config({"precision.compute_dtype": "float16"})
+  assert cudnn_attention(cfg, HOPPER) == ""
+  for op in implementations.OPS.values():
+    for kernel in op.kernels:
+      if kernel.name in ("mosaic", "triton"):
+        assert "needs bfloat16, precision.compute_dtype is float16" in kernel.obstacle(cfg, HOPPER)

@@ -61,6 +61,8 @@ def test_all_that_can_change_are_settings():
     (WSD, {"moe.capacity_factor": 2.0}, "does nothing with moe.dispatch=dropless"),
     (WSD, {"mod.capacity": 0.5}, "does nothing with mod.routing=none"),
     (dataclasses.replace(SPARSE, num_steps=90), {"mod.capacity": 1.5}, "capacity=1.5 is too large"),
+    (WSD, {"precision.compute_dtype": "float16"}, "cannot change from float32 to float16"),
+    (WSD, {"precision.compute_dtype": "bfloat16"}, None),
     (WSD, {"data.batch_size": 8 * 3, "step.accum_steps": 3}, None),
   ],
 )

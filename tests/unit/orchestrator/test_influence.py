@@ -2,7 +2,13 @@
 
 import numpy as np
 
-from ats_jax.orchestrator.record.influence import bounded_steps, recurring_batches, tell_bounded
+from ats_jax.orchestrator.record.influence import (
+  bounded_steps,
+  recurring_batches,
+  scale_changes,
+  tell_bounded,
+  tell_scale,
+)
 
 NAMES = ("train/tokens", "reflex/skipped", "reflex/grad_scale", "reflex/rate_scale")
 USUAL = (100.0, 0.0, 1.0, 1.0)
@@ -45,3 +51,15 @@ def test_what_comes_again_and_again_is_said_with_what_to_do():
   assert "10 surprising batches in steps 100 to 1,050" in says and "rows: 792-799" in says
   assert "data stats" in says
   assert recurring_batches([*often, line(1100, SHRUNK)]) == []  # not in 1,000 steps
+
+
+def test_what_becomes_of_the_scale_of_the_loss():
+  names = ["train/loss_scale", "train/loss_scale_change", "train/skipped"]
+  found = scale_changes(names, 8, np.array([[8, 0.5, 1], [4, 0.5, 1], [2, 1, 0], [2, 2, 0]]))
+  assert found == {"left_out": [5, 6], "doubled": [8], "scale": 4.0}
+  assert tell_scale(found) == (
+    "loss scale: 4; gradients overflowed in 2 batches (steps 5-6), which are left out; doubled "
+    "after steps 8"
+  )
+  assert scale_changes(names, 8, np.array([[8, 1, 0]] * 4)) is None
+  assert scale_changes(["train/loss"], 8, np.ones((4, 1))) is None

@@ -17,7 +17,7 @@ from ats_jax.planner import fit as fit_module
 from ats_jax.planner.advice import fit_lines, memory_lines, memory_savings
 from ats_jax.planner.describe import describe, planned_bytes
 from ats_jax.planner.fit import AXES, fit, meshes, remats, with_settings
-from ats_jax.planner.hardware import COLLECTIVES, TYPICAL, Hardware, typical
+from ats_jax.planner.hardware import COLLECTIVES, TYPICAL, Hardware, typical, with_format_of
 from ats_jax.sharding.rules import MESH_AXES, ZERO_AXES
 
 # With XLA's attention an estimate takes one trace of the step in place of two.
@@ -215,7 +215,14 @@ def test_what_would_help_is_said_in_settings(monkeypatch):
 def test_typical_rates():
   for name, row in TYPICAL.items():
     rates = typical(name)
-    assert rates.matmul_flops["bfloat16"] == row.matmul * 1e12 and rates.device_kind == row.kind
+    assert rates.matmul_flops["float16"] == row.matmul * 1e12 and rates.device_kind == row.kind
+    assert ("bfloat16" in rates.matmul_flops) == (name != "T4")
+    asked = tiny_config({"precision.compute_dtype": "float32"})
+    asked = dataclasses.replace(
+      asked, precision=dataclasses.replace(asked.precision, compute_dtype="auto")
+    )
+    dtype = "float16" if name == "T4" else "bfloat16"
+    assert with_format_of(asked, row.kind).precision.compute_dtype == dtype
     gathered = rates.seconds("all_gather", 2**30, 8)
     assert gathered == pytest.approx(2**30 * 7 / 8 / (row.link * 1e9), rel=0.03)
     assert rates.seconds("all_reduce", 2**30, 8) == pytest.approx(2 * gathered, rel=0.02)
