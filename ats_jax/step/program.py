@@ -258,17 +258,17 @@ def make_program(cfg: Config, objective: Objective | None = None) -> Program:
     objective: what is minimised; None = `Pretraining`.
 
   Raises:
-    ValueError: if the mesh does not divide a dimension of the weights, or for
-      `mesh.keep_gathered` with layers in a loop.
+    ValueError: if the mesh does not divide a dimension of the weights, if the device lacks
+      bfloat16, or for `mesh.keep_gathered` with layers in a loop.
   """
   objective = Pretraining(cfg) if objective is None else objective
   device = this_device()
   kernels, choices = registry.choose(cfg, device)
   if cfg.precision.compute_dtype == "bfloat16" and (lacks := lacks_bfloat16(device)):
-    logging.warning(
-      "precision.compute_dtype=bfloat16: %s, so matmuls are slow. Use float16, or auto, for a new "
-      "run.", lacks,
-    )  # fmt: skip
+    raise ValueError(
+      f"precision.compute_dtype=bfloat16: {lacks}, and XLA refuses attention in it. Set float16 or "
+      "auto; generate and evaluate have --compute_dtype."
+    )
   unroll = unroll_of(cfg, device.platform)
   if device.platform == "gpu" and cfg.step.scan_unroll > 1 and cfg.precision.deterministic:
     logging.warning(

@@ -23,6 +23,7 @@ from ats_jax.ops.rope import rope, rope_table
 from ats_jax.ops.routing import RoutingRule, route
 from ats_jax.ops.swiglu import swiglu
 from ats_jax.sharding.apply import reshard
+from ats_jax.step import program
 from ats_jax.verbs.bench.cases import toy_cases
 
 pytestmark = pytest.mark.compat
@@ -339,6 +340,13 @@ def test_the_format_of_matmuls_by_device(device, dtype):
   # A run goes on in the format in which it was begun.
   for before in ("bfloat16", "float16"):
     assert with_compute_dtype(asked, device, before).precision.compute_dtype == before
+
+
+def test_a_device_without_bfloat16_is_named_before_xla_refuses_it(monkeypatch, mesh):
+  turing = Device("gpu", "7.5", "Tesla T4")
+  monkeypatch.setattr(program, "this_device", lambda: turing)
+  with pytest.raises(ValueError, match=r"bfloat16: compute capability 7.5 .* Set float16 or auto"):
+    program.make_program(tiny_config({"precision.compute_dtype": "bfloat16"}))
 
 
 def test_kernels_say_whether_they_take_float16():
