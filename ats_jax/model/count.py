@@ -11,7 +11,7 @@ from jax.tree_util import GetAttrKey
 from ats_jax.config.schema import Config
 from ats_jax.model.layer_kinds import LayerKind
 from ats_jax.model.layout import mod_tokens
-from ats_jax.model.param import trainable
+from ats_jax.model.param import Frozen, Param, is_variable
 
 COUNTED_PARTS: tuple[str, ...] = (
   "embedding",
@@ -139,7 +139,8 @@ def window_share(window: int, seq_len: int) -> float:
 
 def size(tree: Any) -> int:
   """Count the parameters in a (possibly abstract) part of a model, without buffers."""
-  return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(trainable(tree)))
+  counted = [v for v in jax.tree.leaves(tree, is_leaf=is_variable) if isinstance(v, Param | Frozen)]
+  return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(counted))
 
 
 def _attention_parts(layer: Any) -> Iterator[tuple[str, Any]]:

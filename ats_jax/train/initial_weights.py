@@ -106,7 +106,7 @@ class InitialWeights:
     Raises:
       ValueError: if there are none, or they do not fit the run's model or tokenizer.
     """
-    abstract = abstract_like(program.init(abstract=True).model, jax.sharding.get_mesh())
+    abstract = abstract_like(program.abstract_base(), jax.sharding.get_mesh())
     if not is_model_folder(self.folder):
       return self._of_run(abstract, program, tokenizer)
     check_tokenizer(self.folder, program.cfg, tokenizer)
