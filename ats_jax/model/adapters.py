@@ -235,6 +235,27 @@ def _targets(adapter: settings.LoRA, model: Any) -> dict[Any, Weight]:
   return found
 
 
+def merged(model: Any) -> Any:
+  """The model without adapters that computes what this one does; nothing of it is frozen."""
+
+  def one(layer: Any) -> Any:
+    if isinstance(layer, Frozen):
+      return layer.thawed()
+    if not isinstance(layer, Weight):
+      return layer
+    value = Weight.value
+    for _ in range(layer.weight.ndim - len(layer.weight.axes)):
+      value = jax.vmap(value)
+    weight = value(layer) if layer.adapter is not None else layer.weight[...]
+    layer = jax.tree.map(lambda x: x, layer)
+    layer.adapter = None
+    layer = jax.tree.map(one, layer, is_leaf=is_variable)
+    layer.weight[...] = weight
+    return layer
+
+  return jax.tree.map(one, model, is_leaf=_is_layer)
+
+
 def _candidates(model: Any) -> Iterator[tuple[Any, set[str], Weight]]:
   """All layers that an adapter has a form for: path, the targets that mean it, layer."""
   for path, layer in jax.tree_util.tree_leaves_with_path(model, is_leaf=_is_layer):

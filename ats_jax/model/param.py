@@ -92,6 +92,11 @@ class Frozen(nnx.Variable):
     """As of `Param`."""
     return _num_stacked(self)
 
+  def thawed(self) -> Param:
+    """The parameter, which trains again."""
+    about = dict(axes=self.axes, role=self.role, num_inputs=self.num_inputs)
+    return Param(self.get_value(), **about)
+
   @classmethod
   def of(cls, param: Param) -> "Frozen":
     """The array of a parameter, which trains no more."""

@@ -220,7 +220,8 @@ def restored_or_new(
     abstract = abstract_like(program.init(abstract=True), jax.sharding.get_mesh())
     return origin.restore(abstract)
   model = None if initial is None else initial.load(program, train_set.info.tokenizer)
-  return program.init(model=model)
+  state = program.init(model=model)
+  return state if initial is None else initial.with_adapter(program, state)
 
 
 def open_writer(
