@@ -94,8 +94,8 @@ class Frozen(nnx.Variable):
 
   def thawed(self) -> Param:
     """The parameter, which trains again."""
-    about = dict(axes=self.axes, role=self.role, num_inputs=self.num_inputs)
-    return Param(self.get_value(), **about)
+    value = self.get_value()
+    return Param(value, axes=self.axes, role=self.role, num_inputs=self.num_inputs)
 
   @classmethod
   def of(cls, param: Param) -> "Frozen":
@@ -151,6 +151,12 @@ def roles(params: Any) -> Any:
 def params_of(tree: Any) -> list[Param]:
   """List all parameters of a tree that train."""
   return [v for v in jax.tree.leaves(tree, is_leaf=is_variable) if isinstance(v, Param)]
+
+
+def weights_of(tree: Any) -> list[Param | Frozen]:
+  """List all parameters of a tree, frozen ones too, without buffers."""
+  variables = jax.tree.leaves(tree, is_leaf=is_variable)
+  return [v for v in variables if isinstance(v, Param | Frozen)]
 
 
 def trainable(model: Any) -> Any:
