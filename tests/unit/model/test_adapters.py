@@ -8,6 +8,7 @@ from helpers import tiny_config
 
 from ats_jax.model.adapters import facts, merged
 from ats_jax.model.param import Frozen, is_variable, params_of, role_name
+from ats_jax.planner.memory import state_memory
 from ats_jax.step.program import make_program
 
 LORA = {"finetune.adapter.name": "lora", "finetune.adapter.rank": 3}
@@ -118,3 +119,21 @@ def test_settings_that_fit_no_model_are_refused(kind, changes, message):
 def test_layers_that_there_are_not_are_refused(layers):
   with pytest.raises(ValueError, match=r"is no range of the layers 0-1 .*Write FIRST-LAST"):
     tiny_config({"finetune.layers": layers})
+
+
+def test_the_planner_counts_no_gradients_of_frozen_weights():
+  def planned(settings):
+    cfg = canonical.config("dense", settings | {"optimizer.name": "adamw"})
+    with jax.set_mesh(canonical.mesh()):
+      state = canonical.program(cfg).init(abstract=True)
+      return canonical.program(cfg).counts, state_memory(cfg, state), state
+
+  counts, parts, state = planned(LORA)
+  all_trained, of_all, _ = planned({})
+  trained = 4 * sum(param.size for param in params_of(state.model))
+  assert parts["gradients"] == parts["mu"] == parts["nu"] == trained
+  assert parts["weights"] == of_all["weights"] + trained
+  table = counts.parts["embedding"].total
+  frozen = all_trained.parameters - table
+  assert counts.frozen == frozen and all_trained.frozen == 0
+  assert all_trained.flops_causal - counts.flops_causal == 2 * frozen - 6 * trained / 4
