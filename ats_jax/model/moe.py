@@ -22,6 +22,7 @@ from ats_jax.model.stats import MoEStats
 from ats_jax.ops.dispatch import place_in_bins, sum_rows, take_rows
 from ats_jax.ops.expert_exchange import ExpertCompute, run_experts
 from ats_jax.ops.grouped_matmul import add_by_group, grouped_matmuls
+from ats_jax.ops.registry import XLA
 from ats_jax.ops.remat import EXPERT_RESULTS
 from ats_jax.ops.swiglu import gated
 from ats_jax.sharding.apply import (
@@ -35,6 +36,7 @@ from ats_jax.sharding.apply import (
 )
 from ats_jax.sharding.shards import gather_weight
 
+KERNEL_WIDTHS = 64  # grouped matmuls of any kernel take multiples of it
 X_AXES = ("batch", "residual_seq", "act_embed")
 
 
@@ -138,13 +140,18 @@ class MoE(nnx.Module):
 
 
 def _grouped_mlp(x_MD, sizes_E, weights, *, gating, kernels):
-  times = lambda x_MD, matrices: grouped_matmuls(x_MD, matrices, sizes_E, kernels)
+  def times(x_MD, matrices, *, of_adapter=False):
+    # The kernels were chosen for the widths of the model: not for any rank of an adapter.
+    fits = not of_adapter or all(width % KERNEL_WIDTHS == 0 for width in matrices[0].shape[1:])
+    return grouped_matmuls(x_MD, matrices, sizes_E, kernels if fits else XLA)
+
   plus = lambda y_MF, bias_EF: add_by_group(y_MF, bias_EF, sizes_E)
   return _mlp(x_MD, weights, times, plus, gating, kernels)
 
 
 def _batched_mlp(x_EMD, weights, *, gating, kernels):
-  times = lambda x_EMD, matrices: tuple(jnp.einsum("EMD,EDF->EMF", x_EMD, w) for w in matrices)
+  product = functools.partial(jnp.einsum, "EMD,EDF->EMF")
+  times = lambda x_EMD, matrices, of_adapter=False: tuple(product(x_EMD, w) for w in matrices)
   plus = lambda y_EMF, bias_EF: y_EMF + bias_EF[:, None]
   return _mlp(x_EMD, weights, times, plus, gating, kernels)
 
@@ -175,7 +182,7 @@ def _products(x, layers, times):
       return y
     part = x
     for factor in factors:
-      (part,) = times(part, (factor,))
+      (part,) = times(part, (factor,), of_adapter=True)
     return y + part
 
   return tuple(adapted(y, of[1:]) for y, of in zip(results, layers, strict=True))
