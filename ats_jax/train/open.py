@@ -112,6 +112,11 @@ def open_run(
     origin = find_resume_point(checkpoints, snapshots)
     if initial is not None and origin.restore is None:
       initial.check(cfg)
+    elif origin.restore is None and cfg.finetune.adapter.name != "none":
+      raise ValueError(
+        f"finetune.adapter.name={cfg.finetune.adapter.name} trains beside weights that are frozen, "
+        "and random ones are of no use. Say which weights with --init_from."
+      )
     with watchdog.during(READING):
       train_set, valid_set = open_data(cfg.data, cfg.seed)
       eval_sets = open_eval_sets(cfg.data, valid_set)

@@ -96,7 +96,7 @@ class FinetuneConfig:
     return not self.layers or int(first) <= layer <= int(last or first)
 
   def check(self, cfg: Any) -> None:
-    """Refuse roles and layers that there are not, and a pipeline."""
+    """Refuse roles and layers that there are not, a pipeline, and surgery on experts."""
     check_roles("finetune.freeze", self.freeze)
     number = cfg.model.num_layers
     if self.layers:
@@ -106,6 +106,11 @@ class FinetuneConfig:
           f"finetune.layers={self.layers} is no range of the layers 0-{number - 1} "
           f"(model.num_layers={number}). Write FIRST-LAST, e.g. {number // 2}-{number - 1}."
         )
+    if self.is_on and cfg.moe.spare_experts:
+      raise ValueError(
+        f"finetune with moe.spare_experts={cfg.moe.spare_experts}: frozen experts and adapters are "
+        "not split or merged. Set moe.spare_experts=0."
+      )
     if self.is_on and cfg.mesh.stage > 1:
       raise ValueError(
         f"finetune with mesh.stage={cfg.mesh.stage}: a pipeline trains all of its weights. Set "

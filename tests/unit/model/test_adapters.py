@@ -121,6 +121,16 @@ def test_settings_that_fit_no_model_are_refused(kind, changes, message):
     make_program(cfg)
 
 
+def test_what_frozen_weights_do_not_go_with_is_refused():
+  stages = {"mesh.stage": 2, "step.accum_steps": 2}
+  with pytest.raises(ValueError, match=r"finetune with mesh\.stage=2"):
+    tiny_config(LORA | stages)
+  with pytest.raises(ValueError, match=r"finetune with moe\.spare_experts=2"):
+    tiny_config(LORA | canonical.EXPERTS | {"moe.spare_experts": 2})
+  with pytest.raises(ValueError, match=r"finetune\.freeze: there is no role 'normm'.*'norm'"):
+    tiny_config({"finetune.freeze": ("normm",)})
+
+
 @pytest.mark.parametrize("layers", ["2", "1-0", "a", "0-2"])
 def test_layers_that_there_are_not_are_refused(layers):
   with pytest.raises(ValueError, match=r"is no range of the layers 0-1 .*Write FIRST-LAST"):

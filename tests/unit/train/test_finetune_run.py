@@ -42,6 +42,15 @@ def test_it_begins_with_the_weights_and_resumes_bit_for_bit(runs):
   assert_same(train(config(**LORA), folder / "tuned", resume_step=3), state)
 
 
+def test_adapters_of_random_weights_are_refused(runs, tmp_path):
+  config, *_ = runs
+  with (
+    pytest.raises(ValueError, match=r"adapter\.name=lora trains beside .* with --init_from"),
+    open_run(config(**LORA), parse(tmp_path / "run")),
+  ):
+    pass
+
+
 def leaves(model):
   found = jax.tree.leaves(model, is_leaf=is_variable)
   return [v for v in found if is_variable(v)]
