@@ -125,7 +125,7 @@ def test_dense_training_is_that_of_peft(kind, cases, tmp_path):
     state, losses = our_losses(program, state)
     rate_of_b = 4.0 if kind == "lora+" else 1.0
     want = their_losses(theirs, program.cfg, rate_of_b)
-    assert want[-1] < want[0] - 0.01  # it learns
+    assert want[-5] < want[0] - 0.01  # of the same batch: it learns
     np.testing.assert_allclose(losses, want, atol=1e-5, rtol=0)
 
     family = write(program, source, state, tmp_path / "last")
@@ -146,7 +146,7 @@ def test_adapters_of_experts_load_in_peft(name, scale, cases, tmp_path):
   with jax.set_mesh(make_test_mesh(1, 1, 1)):
     program, state = opened(source, {"finetune.adapter.scale": scale})
     state, losses = our_losses(program, state)
-    assert losses[-1] < losses[0] - 0.01
+    assert losses[-5] < losses[0] - 0.01
     family = write(program, source, state, tmp_path / "last")
     theirs = peft.PeftModel.from_pretrained(base_of(source), tmp_path / "last")
     assert_same_logits(program, state.model, theirs)
