@@ -30,6 +30,7 @@ from ats_jax.model.decoder import Decoder
 from ats_jax.model.layout import stacks
 from ats_jax.model.numerics import numerics
 from ats_jax.sharding.mesh import make_mesh, on_mesh
+from ats_jax.store import paths
 from ats_jax.store.paths import Path
 
 # Of an import in a workdir.
@@ -187,6 +188,14 @@ def keep_companions(source: ModelFolder, target: Path) -> None:
   if source.aside:
     left = {"folder": str(pathlib.Path(source.folder).absolute()), "tensors": source.aside}
     workdir.write_json(target / COMPANIONS / ASIDE, left)
+
+
+def copy_kept(source: Path, target: Path) -> None:
+  """Keep in a workdir what another one keeps of an import."""
+  if (source / COMPANIONS).is_dir():
+    paths.make_folder(target / COMPANIONS)
+    for name in paths.files(source / COMPANIONS):
+      paths.write(target / COMPANIONS / name, paths.read(source / COMPANIONS / name))
 
 
 def load_model(source: ModelFolder, cfg: Config, abstract: Any) -> Any:

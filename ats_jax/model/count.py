@@ -11,7 +11,7 @@ from jax.tree_util import GetAttrKey
 from ats_jax.config.schema import Config
 from ats_jax.model.layer_kinds import LayerKind
 from ats_jax.model.layout import mod_tokens
-from ats_jax.model.param import trainable
+from ats_jax.model.param import Frozen, weights_of
 
 COUNTED_PARTS: tuple[str, ...] = (
   "embedding",
@@ -44,9 +44,10 @@ class Counts:
     parameters: the number of all parameters.
     active: the parameters that a token is multiplied with, on average: top_k of the experts (fewer
       where null experts take choices), and the capacity's share of a layer that skips tokens.
-    flops_causal: training FLOPs per token: 6 x (active parameters without the input embedding)
-      plus causal attention (each query sees half of the keys, or those of its window). The
-      convention of our MFU.
+    frozen: those of them that do not train, without the input embedding.
+    flops_causal: training FLOPs per token: 6 x (active parameters without the input embedding), of
+      which frozen ones count 4 as they get no gradient, plus causal attention (each query sees half
+      of the keys, or those of its window). The convention of our MFU.
     flops_full: 6 x active parameters + 12 x layers x heads x head_dim x seq, as in PaLM
       (arXiv:2204.02311, appendix B); higher for the same speed. Also in layers with a window it
       counts twice the causal keys. Of latent attention head_dim is the mean of a key's and a
@@ -59,6 +60,7 @@ class Counts:
 
   parameters: int
   active: float
+  frozen: float
   flops_causal: float
   flops_full: float
   by_routed: tuple[float, float, float]
@@ -91,13 +93,20 @@ def _count(cfg: Config, model: Any, seq_len: int, mod_share: float) -> Counts:
   """`count` for a given share of tokens through layers that skip some; without `by_routed`."""
   total, active = dict.fromkeys(COUNTED_PARTS, 0), dict.fromkeys(COUNTED_PARTS, 0.0)
 
-  def add(part: str, parameters: int, share: float = 1.0) -> None:
+  frozen = 0.0
+
+  def add(part: str, tree: Any, share: float = 1.0) -> None:
+    nonlocal frozen
+    parameters = size(tree)
     total[part] += parameters
     active[part] += parameters * share
+    if part != "embedding" or cfg.model.tie_embeddings:
+      is_frozen = [v for v in weights_of(tree) if isinstance(v, Frozen)]
+      frozen += share * sum(math.prod(weight.shape) for weight in is_frozen)
 
-  add("embedding", size(model.embed))
-  add("head", size(model.head))
-  add("norms", size(model.final_norm))
+  add("embedding", model.embed)
+  add("head", model.head)
+  add("norms", model.final_norm)
   attention_layers = 0.0
   for segment, blocks in zip(model.layout, model.segments, strict=True):
     for kind, layer in zip(segment.kinds, blocks.layers, strict=True):
@@ -107,10 +116,10 @@ def _count(cfg: Config, model: Any, seq_len: int, mod_share: float) -> Counts:
       keys_share = window_share(cfg.model.window, seq_len) if kind.window else 1.0
       attention_layers += segment.repeats * attend_share**2 * keys_share
       for part, tree in _attention_parts(layer):
-        add(part, size(tree), attend_share)
+        add(part, tree, attend_share)
       for part, tree, share in _feed_parts(cfg, kind, layer):
-        add(part, size(tree), feed_share * share)
-      add("routers", size(layer.depth))
+        add(part, tree, feed_share * share)
+      add("routers", layer.depth)
   assert sum(total.values()) == size(model), "a parameter is in no part, or in two"
 
   parameters, all_active = sum(total.values()), sum(active.values())
@@ -121,8 +130,9 @@ def _count(cfg: Config, model: Any, seq_len: int, mod_share: float) -> Counts:
   return Counts(
     parameters=parameters,
     active=all_active,
-    flops_causal=6.0 * (all_active - table) + attention / 2,
-    flops_full=6.0 * all_active + attention,
+    frozen=frozen,
+    flops_causal=6.0 * (all_active - table) - 2.0 * frozen + attention / 2,
+    flops_full=6.0 * all_active - 2.0 * frozen + attention,
     by_routed=(0.0, 0.0, 0.0),
     parts={name: PartCount(total[name], active[name]) for name in COUNTED_PARTS},
   )
@@ -139,7 +149,7 @@ def window_share(window: int, seq_len: int) -> float:
 
 def size(tree: Any) -> int:
   """Count the parameters in a (possibly abstract) part of a model, without buffers."""
-  return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(trainable(tree)))
+  return sum(math.prod(weight.shape) for weight in weights_of(tree))
 
 
 def _attention_parts(layer: Any) -> Iterator[tuple[str, Any]]:

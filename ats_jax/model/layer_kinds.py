@@ -13,11 +13,13 @@ class LayerKind:
     moe: its feed-forward is a mixture of experts.
     mod: only some tokens go through it (mixture of depths).
     window: its queries see the last `model.window` tokens only.
+    tuned: it trains, or has adapters (`finetune.layers`).
   """
 
   moe: bool
   mod: bool
   window: bool = False
+  tuned: bool = True
 
 
 def layer_kinds(cfg: Config) -> tuple[LayerKind, ...]:
@@ -33,6 +35,7 @@ def layer_kinds(cfg: Config) -> tuple[LayerKind, ...]:
         moe=moe.num_experts > 0 and layer in moe_layers,
         mod=mod.routing != "none" and layer in mod_layers,
         window=model.window > 0 and layer not in full_layers,
+        tuned=cfg.finetune.tunes(layer),
       )
     )
   return tuple(kinds)

@@ -5,6 +5,7 @@ F d_ff.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +30,35 @@ _ACTIVATION_AXIS = {
 }
 
 
+class Adapter(Protocol):
+  """What trains beside a frozen weight (`model.adapters` has the kinds)."""
+
+  def __call__(self, x: jax.Array, y: jax.Array, layer: "Linear", /) -> jax.Array:
+    """The output of a layer whose weight alone makes `y` of `x`."""
+    ...
+
+  def factors(self, dtype: jnp.dtype, /) -> tuple[jax.Array, ...]:
+    """Of a layer of experts: matrices that its rows are multiplied with in turn, and then added."""
+    ...
+
+  @property
+  def axes(self) -> tuple[tuple[str, ...], ...]:
+    """Logical axes in which `factors` are stored."""
+    ...
+
+  def merged(self, weight: jax.Array, /) -> jax.Array:
+    """The weight that alone computes what the given one and the adapter do."""
+    ...
+
+
 class Weight(nnx.Module):
-  """One drawn weight; also the embedding table and the head, [vocab, d_model]."""
+  """One drawn weight; also the embedding table and the head, [vocab, d_model].
+
+  Attributes:
+    adapter: trains beside the weight, which is frozen then; None = there is none.
+  """
+
+  adapter: Adapter | None = None
 
   def __init__(
     self,
@@ -55,10 +83,19 @@ class Weight(nnx.Module):
     axes, shape = tuple(sizes), tuple(sizes.values())
     self.weight = normal(rngs.params(), shape, axes, std, num.stored(role), role, num_inputs)
 
-  def value(self, dtype: jnp.dtype | None = None) -> jax.Array:
-    """The weight to multiply with, cast to `dtype` (None = as stored)."""
+  def base(self, dtype: jnp.dtype | None = None) -> jax.Array:
+    """The weight without its adapter, cast to `dtype` (None = as stored)."""
     weight = self.weight[...]
     return weight if dtype is None else weight.astype(dtype)
+
+  def value(self, dtype: jnp.dtype | None = None) -> jax.Array:
+    """The weight to multiply with, merged with its adapter, cast to `dtype` (None = as stored).
+
+    Training multiplies by the two one after the other (`project`): the gradient of a merged weight
+    would be that of a whole matrix.
+    """
+    weight = self.base(dtype)
+    return weight if self.adapter is None else self.adapter.merged(self.base()).astype(weight.dtype)
 
 
 class Linear(Weight):
@@ -109,7 +146,7 @@ class Linear(Weight):
 class ExpertLinear(Weight):
   """The weights of all experts' layers of one kind: a stack [experts, in, out].
 
-  The caller sorts tokens by expert first, so it passes `value` to an island and calls
+  The caller sorts tokens by expert first, so it passes `matrices` to an island and calls
   `ops.grouped_matmul` there.
   """
 
@@ -127,18 +164,27 @@ class ExpertLinear(Weight):
     """Draw the weights of `experts` slots, as `Linear` draws one. The caller adds the bias."""
     sizes = {"stored_experts": experts, **inputs, **outputs}
     super().__init__(sizes, role=Role.EXPERT, std=std, num=num, rngs=rngs)
-    axes, shape = (self.axes[0], self.axes[-1]), (experts, *outputs.values())
+    axes, shape = activation_axes((self.weight.axes[0], *outputs)), (experts, *outputs.values())
     self.bias = zeros(shape, axes, num.stored(Role.BIAS), Role.BIAS) if bias else None
 
-  @property
-  def axes(self) -> tuple[str, ...]:
-    """Logical axes of `value` when the matrices are gathered along d_model."""
-    return activation_axes(self.weight.axes)
+  def matrices(self, dtype: jnp.dtype) -> tuple[jax.Array, ...]:
+    """The weights, cast to `dtype`, and behind them the two factors that an adapter adds."""
+    factors = () if self.adapter is None else self.adapter.factors(dtype)
+    return self.base(dtype), *factors
 
   @property
-  def stored_axes(self) -> tuple[str, ...]:
-    """Logical axes of `value` where it enters an island, which gathers it if `axes` differ."""
-    return self.weight.axes if current_plan().copy_engines else self.axes
+  def axes(self) -> tuple[tuple[str, ...], ...]:
+    """Logical axes of `matrices` when they are gathered along d_model."""
+    return tuple(map(activation_axes, self._kept))
+
+  @property
+  def stored_axes(self) -> tuple[tuple[str, ...], ...]:
+    """Logical axes of `matrices` where they enter an island, which gathers them to `axes`."""
+    return self._kept if current_plan().copy_engines else self.axes
+
+  @property
+  def _kept(self) -> tuple[tuple[str, ...], ...]:
+    return self.weight.axes, *(() if self.adapter is None else self.adapter.axes)
 
 
 def project(x: jax.Array, layers: Sequence[Linear], *, fp8: bool = False) -> tuple[jax.Array, ...]:
@@ -155,7 +201,7 @@ def project(x: jax.Array, layers: Sequence[Linear], *, fp8: bool = False) -> tup
   first = layers[0]
   results = linears(
     x,
-    [layer.value(x.dtype) for layer in layers],
+    [layer.base(x.dtype) for layer in layers],
     inputs=first.inputs,
     outputs=[layer.outputs for layer in layers],
     stored=[layer.weight.axes for layer in layers],
@@ -163,8 +209,10 @@ def project(x: jax.Array, layers: Sequence[Linear], *, fp8: bool = False) -> tup
     keep_gathered=first.keep_gathered,
     kernels=first.kernels,
   )
+  adapted = lambda y, layer: y if layer.adapter is None else layer.adapter(x, y, layer)
   with_bias = lambda y, bias: y if bias is None else y + bias[...].astype(y.dtype)
-  return tuple(with_bias(y, layer.bias) for y, layer in zip(results, layers, strict=True))
+  pairs = zip(results, layers, strict=True)
+  return tuple(with_bias(adapted(y, layer), layer.bias) for y, layer in pairs)
 
 
 def activation_axes(axes: Sequence[str]) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ from ats_jax.model.stats import MoEStats
 from ats_jax.ops.dispatch import place_in_bins, sum_rows, take_rows
 from ats_jax.ops.expert_exchange import ExpertCompute, run_experts
 from ats_jax.ops.grouped_matmul import add_by_group, grouped_matmuls
+from ats_jax.ops.registry import XLA
 from ats_jax.ops.remat import EXPERT_RESULTS
 from ats_jax.ops.swiglu import gated
 from ats_jax.sharding.apply import (
@@ -35,6 +36,7 @@ from ats_jax.sharding.apply import (
 )
 from ats_jax.sharding.shards import gather_weight
 
+KERNEL_WIDTHS = 64  # grouped matmuls of any kernel take multiples of it
 X_AXES = ("batch", "residual_seq", "act_embed")
 
 
@@ -79,24 +81,24 @@ class MoE(nnx.Module):
     biases = [layer.bias for layer in layers if layer.bias is not None]
 
     def local(*args):
-      end = 3 + len(layers)  # of the weights, which are behind the rows and their routes
-      weights = zip(args[3:end], layers, strict=True)
-      whole = (gather_weight(shard, layer.stored_axes, layer.axes) for shard, layer in weights)
-      return rows_through(*args[:3], *whole, *args[end:])
+      rows, rest = args[:3], iter(args[3:])  # of the weights, which are behind the rows' routes
+      gathered = lambda stored, used: gather_weight(next(rest), stored, used)
+      whole = [tuple(map(gathered, layer.stored_axes, layer.axes)) for layer in layers]
+      return rows_through(*rows, *whole, *rest)
 
     y_BTD, dropped, overflow = island(
       local,
       in_axes=(
         (*inside, "act_embed"),
         *[(*inside, "choice")] * 2,
-        *(layer.stored_axes for layer in layers),
+        *(axes for layer in layers for axes in layer.stored_axes),
         *(bias.axes for bias in biases),
       ),
       out_axes=(X_AXES, (), ()),
     )(
       x_BTD,
       *routing,
-      *(layer.value(x_BTD.dtype) for layer in layers),
+      *(matrix for layer in layers for matrix in layer.matrices(x_BTD.dtype)),
       *(bias[...].astype(x_BTD.dtype) for bias in biases),
     )
     if self.shared is not None:
@@ -106,7 +108,7 @@ class MoE(nnx.Module):
 
   def _dropless(self, x_BTD, expert_BTK, weight_BTK, *weights):
     """On one device: compute all rows routed to its experts, with grouped matmuls."""
-    moe, kernels, num_local = self.cfg, self.num.kernels, weights[0].shape[0]
+    moe, kernels, num_local = self.cfg, self.num.kernels, weights[0][0].shape[0]
     compute = functools.partial(_grouped_mlp, gating=self.gating, kernels=kernels)
     groups = moe.num_groups, moe.top_groups
     experts = ExpertCompute(compute, num_local, moe.exchange.factor, kernels, *groups)
@@ -119,7 +121,7 @@ class MoE(nnx.Module):
     """On one device: compute C places of every expert and row, whether filled or not."""
     batch, seq, kernels = *x_BTD.shape[:2], self.num.kernels
     x_ND, expert_NK, weight_NK = (_flat(a) for a in (x_BTD, expert_BTK, weight_BTK))
-    num_local = weights[0].shape[0]
+    num_local = weights[0][0].shape[0]
     num_experts = num_local * num_shards("experts")
     places_C = expert_capacity(seq, self.cfg.top_k, self.cfg.capacity_factor, self.cfg.num_experts)
     row_N1 = jnp.repeat(jnp.arange(batch), seq)[:, None]
@@ -138,13 +140,18 @@ class MoE(nnx.Module):
 
 
 def _grouped_mlp(x_MD, sizes_E, weights, *, gating, kernels):
-  times = lambda x_MD, matrices: grouped_matmuls(x_MD, matrices, sizes_E, kernels)
+  def times(x_MD, matrices, *, of_adapter=False):
+    # The kernels were chosen for the widths of the model: not for any rank of an adapter.
+    fits = not of_adapter or all(width % KERNEL_WIDTHS == 0 for width in matrices[0].shape[1:])
+    return grouped_matmuls(x_MD, matrices, sizes_E, kernels if fits else XLA)
+
   plus = lambda y_MF, bias_EF: add_by_group(y_MF, bias_EF, sizes_E)
   return _mlp(x_MD, weights, times, plus, gating, kernels)
 
 
 def _batched_mlp(x_EMD, weights, *, gating, kernels):
-  times = lambda x_EMD, matrices: tuple(jnp.einsum("EMD,EDF->EMF", x_EMD, w) for w in matrices)
+  product = functools.partial(jnp.einsum, "EMD,EDF->EMF")
+  times = lambda x_EMD, matrices, of_adapter=False: tuple(product(x_EMD, w) for w in matrices)
   plus = lambda y_EMF, bias_EF: y_EMF + bias_EF[:, None]
   return _mlp(x_EMD, weights, times, plus, gating, kernels)
 
@@ -153,16 +160,32 @@ def _mlp(x, weights, times, plus, gating, kernels):
   """Apply the gated feed-forward of each row's expert.
 
   `times` multiplies rows by the matrices of their experts, `plus` adds the biases of their experts.
+  Of each layer, `weights` has its matrices and the factors of its adapter; behind them, biases.
   """
-  matrices, biases = weights[:3], weights[3:]
-  gate, up = times(x, matrices[:2])
+  layers, biases = weights[:3], weights[3:]
+  gate, up = _products(x, layers[:2], times)
   if biases:
     gate, up = plus(gate, biases[0]), plus(up, biases[1])
   gate, up = checkpoint_name(gate, EXPERT_RESULTS[0]), checkpoint_name(up, EXPERT_RESULTS[1])
-  (y,) = times(gated(gate, up, gating, kernels), matrices[2:])
+  (y,) = _products(gated(gate, up, gating, kernels), layers[2:], times)
   if biases:  # the devices along ff hold shares of y, which are added up later
     y = plus(y, biases[2] / num_shards("ff"))
   return checkpoint_name(y, EXPERT_RESULTS[2])  # the gradients of the weights need it
+
+
+def _products(x, layers, times):
+  """The rows times the matrices of each layer, plus the product of its adapter's factors."""
+  results = times(x, tuple(matrix for matrix, *_ in layers))
+
+  def adapted(y, factors):
+    if not factors:
+      return y
+    part = x
+    for factor in factors:
+      (part,) = times(part, (factor,), of_adapter=True)
+    return y + part
+
+  return tuple(adapted(y, of[1:]) for y, of in zip(results, layers, strict=True))
 
 
 def _to_stream(y_ND: jax.Array, shape: tuple[int, ...]) -> jax.Array:

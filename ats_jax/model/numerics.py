@@ -12,9 +12,9 @@ from ats_jax.ops.attention.along_row import WHOLE_ROWS, ContextParallel
 from ats_jax.ops.registry import XLA, Kernels
 from ats_jax.sharding.apply import num_shards
 
-# What `precision.param_dtype` is of. All else is float32 at least: tables, routers and vectors are
-# few numbers, and bfloat16 would round small updates of them away, as of norms near 1.
-NARROW = frozenset({Role.MATRIX, Role.EXPERT, Role.HEAD, Role.ADAPTER})
+# What `precision.param_dtype` is of. All else is float32 at least: tables, routers, adapters and
+# vectors are few numbers, and bfloat16 would round small updates away, as of norms near 1.
+NARROW = frozenset({Role.MATRIX, Role.EXPERT, Role.HEAD})
 MAX_UNROLLED_LAYERS = 32  # layers (of one round of a stage, in a pipeline); more were not measured
 
 

@@ -34,8 +34,13 @@ class Role(enum.StrEnum):
   BIAS = "bias"
   SINK = "sink"  # a learned logit that takes attention from the keys
   SCALAR = "scalar"
-  ADAPTER = "adapter"  # small matrices beside a frozen one
+  ADAPTER = "adapter"  # small matrix beside a frozen one, which reads its input
+  ADAPTER_OUT = "adapter's output"  # and the one behind it, which makes its output
   BUFFER = "buffer"  # read by the model, set by the step; no gradient
+
+
+EXPERTS = "stored_experts"  # the axis that counts them
+OF_EXPERTS = frozenset({Role.EXPERT, Role.ADAPTER, Role.ADAPTER_OUT})
 
 
 class Param(nnx.Param):
@@ -62,7 +67,40 @@ class Param(nnx.Param):
   @property
   def num_stacked(self) -> int:
     """How many dimensions count layers or experts: each of their entries is one tensor."""
-    return self.ndim - len(self.axes) + (self.role is Role.EXPERT)
+    return _num_stacked(self)
+
+
+def _num_stacked(v: Any) -> int:
+  return v.ndim - len(v.axes) + (v.role in OF_EXPERTS and v.axes[0] == EXPERTS)
+
+
+class Frozen(nnx.Variable):
+  """The array of a parameter that does not train: no gradient, no moments, no reduction.
+
+  Attributes:
+    axes: as of `Param`, as all of these are.
+    role: what the parameter does.
+    num_inputs: how many of its dimensions are those of its input.
+  """
+
+  axes: tuple[str, ...]
+  role: Role
+  num_inputs: int
+
+  @property
+  def num_stacked(self) -> int:
+    """As of `Param`."""
+    return _num_stacked(self)
+
+  def thawed(self) -> Param:
+    """The parameter, which trains again."""
+    value = self.get_value()
+    return Param(value, axes=self.axes, role=self.role, num_inputs=self.num_inputs)
+
+  @classmethod
+  def of(cls, param: Param) -> "Frozen":
+    """The array of a parameter, which trains no more."""
+    return cls(param.get_value(), axes=param.axes, role=param.role, num_inputs=param.num_inputs)
 
 
 class Buffer(nnx.Variable):
@@ -81,8 +119,13 @@ class Buffer(nnx.Variable):
 
 
 def is_variable(x: Any) -> bool:
-  """Whether `x` is a parameter or a buffer, as opposed to its array; for `is_leaf`."""
+  """Whether `x` is a parameter, frozen or not, or a buffer, not its array; for `is_leaf`."""
   return isinstance(x, nnx.Variable)
+
+
+def role_name(v: Any) -> str:
+  """The role of a parameter as settings name it (`config.schema.optimizer.ROLES`)."""
+  return v.role.name.lower()
 
 
 def per_param(f: Callable[[Param], Any], tree: Any) -> Any:
@@ -106,19 +149,29 @@ def roles(params: Any) -> Any:
 
 
 def params_of(tree: Any) -> list[Param]:
-  """List all parameters of a tree, without buffers."""
+  """List all parameters of a tree that train."""
   return [v for v in jax.tree.leaves(tree, is_leaf=is_variable) if isinstance(v, Param)]
 
 
+def weights_of(tree: Any) -> list[Param | Frozen]:
+  """List all parameters of a tree, frozen ones too, without buffers."""
+  variables = jax.tree.leaves(tree, is_leaf=is_variable)
+  return [v for v in variables if isinstance(v, Param | Frozen)]
+
+
 def trainable(model: Any) -> Any:
-  """Replace the buffers of a model by None; `merge` puts them back."""
-  return jax.tree.map(lambda v: None if isinstance(v, Buffer) else v, model, is_leaf=is_variable)
+  """Replace what does not train by None: buffers and frozen weights; `merge` puts it back."""
+  return jax.tree.map(lambda v: None if _is_fixed(v) else v, model, is_leaf=is_variable)
+
+
+def _is_fixed(v: Any) -> bool:
+  return isinstance(v, Buffer | Frozen)
 
 
 def merge(params: Any, model: Any) -> Any:
-  """Combine `params` (like `trainable(model)`) with the buffers of `model`."""
+  """Combine `params` (like `trainable(model)`) with the rest of `model`."""
   copied = lambda v: jax.tree.map(lambda x: x, v)  # a copy: writes do not reach the other model
-  pick = lambda v, p: copied(v) if isinstance(v, Buffer) else p
+  pick = lambda v, p: copied(v) if _is_fixed(v) else p
   return jax.tree.map(pick, model, params, is_leaf=is_variable)
 
 

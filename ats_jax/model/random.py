@@ -19,6 +19,7 @@ class Purpose(enum.IntEnum):
   EXPERT_NOISE = 5  # of a pass: on the router's logits
   ATTENTION_DROPOUT = 6  # of a pass
   MLP_DROPOUT = 7  # of a pass
+  ADAPTERS = 8  # their first values
 
 
 def fold(key: jax.Array, purpose: Purpose, *numbers: jax.Array | int) -> jax.Array:

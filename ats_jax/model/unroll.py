@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
+from ats_jax.model.param import Frozen, is_variable
 from ats_jax.sharding.apply import num_shards, redirect_gradient, uninitialised
 
 
@@ -86,10 +87,19 @@ def run_layers(
   outputs, xs = [], list(xs)
   for index, body in enumerate(bodies):
     if in_order and index + 1 < len(xs):
-      carry, xs[index + 1] = _tie_gradients(carry, xs[index + 1])
+      carry, xs[index + 1] = _tied(carry, xs[index + 1])
     carry, output = body(carry, xs[index])
     outputs.append(output)
   return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outputs)
+
+
+def _tied(carry: Any, x: Any) -> tuple[Any, Any]:
+  """`_tie_gradients` of all but frozen weights: it would ask for their gradients."""
+  is_frozen = lambda v: isinstance(v, Frozen)
+  trained = jax.tree.map(lambda v: None if is_frozen(v) else v, x, is_leaf=is_variable)
+  carry, trained = _tie_gradients(carry, trained)
+  pick = lambda v, t: v if is_frozen(v) else t
+  return carry, jax.tree.map(pick, x, trained, is_leaf=is_variable)
 
 
 @jax.custom_vjp

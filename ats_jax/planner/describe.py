@@ -6,7 +6,7 @@ from typing import Any
 from ats_jax.config.schema import Config
 from ats_jax.metrics.memory import GIB
 from ats_jax.model.count import count
-from ats_jax.model.param import params_of
+from ats_jax.model.param import weights_of
 from ats_jax.planner.abstract import (
   abstract_mesh,
   abstract_state,
@@ -47,7 +47,7 @@ def describe(cfg: Config, devices: int = 0, hardware: Hardware | None = None) ->
     counts = count(cfg, state.model, cfg.data.seq_len)
     seconds = hardware and step_seconds(cfg, state.model, device_bytes(state), counts, hardware)
   micro = cfg.data.batch_size // cfg.step.accum_steps
-  stored = " and ".join(sorted({str(param.dtype) for param in params_of(state.model)}))
+  stored = " and ".join(sorted({str(param.dtype) for param in weights_of(state.model)}))
   return {
     "run": {
       "devices": mesh.size,

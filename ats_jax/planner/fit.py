@@ -17,7 +17,7 @@ from ats_jax.config.validate import validate
 from ats_jax.model.count import count
 from ats_jax.model.layout import check_stages
 from ats_jax.model.numerics import is_unrolled
-from ats_jax.model.param import initial_sharding, params_of
+from ats_jax.model.param import initial_sharding, weights_of
 from ats_jax.planner.abstract import (
   abstract_mesh,
   abstract_state,
@@ -326,7 +326,7 @@ class _Search:
     """
     with on_mesh(cfg, abstract_mesh(cfg, self.devices)):
       check_stages(cfg, num_stages())
-      for param in params_of(self.model):
+      for param in weights_of(self.model):
         initial_sharding(param.shape[param.ndim - len(param.axes) :], param.axes, param.role)
 
   def _bound(self, settings: dict[str, Any]) -> float:

@@ -16,7 +16,16 @@ from ats_jax.model.decoder import Decoder
 from ats_jax.model.forward_pass import rules_at
 from ats_jax.model.layers import activation_axes
 from ats_jax.model.numerics import is_unrolled
-from ats_jax.model.param import Param, Role, gradient_shards, merge, params_of, trainable
+from ats_jax.model.param import (
+  Frozen,
+  Param,
+  Role,
+  gradient_shards,
+  merge,
+  params_of,
+  trainable,
+  weights_of,
+)
 from ats_jax.ops.registry import asked_for
 from ats_jax.planner.abstract import abstract_state, batch_on_mesh, device_bytes, is_ring
 from ats_jax.sharding.apply import has_several_devices, num_shards, seq_axis
@@ -164,8 +173,8 @@ def _sizes(cfg: Config, state: TrainState, kept: Callable[[Config, int], int] | 
       # Of the layers the input of each tick, what a policy keeps, and what is behind them.
       waiting = ticks * kept_too / parts
       waiting += traced(under("full"), behind) + (ticks - blocks * behind / rows) * stream
-  table, *_ = params_of(state.model.head or state.model.embed)
-  of_head, whole_head = _gradient_bytes(table), table.size // num_shards("vocab") * 4
+  table, *_ = weights_of(state.model.head or state.model.embed)
+  of_head, whole_head = _gradient_bytes(trainable(table)), table.size // num_shards("vocab") * 4
   waiting = round(waiting - of_head // table.dtype.itemsize * 4)
   scored = num_shards(seq_axis("vocab"))  # parts of a row
   of_chunk = cfg.step.loss_chunk_tokens // (num_shards("rows") * scored)
@@ -336,24 +345,24 @@ def _compute_weights(cfg: Config, model: Decoder) -> tuple[int, int]:
   dtype = jnp.dtype(cfg.precision.compute_dtype)
   keeps = cfg.mesh.keep_gathered and cfg.step.remat != "none"
 
-  def of_param(param: Param, *, always: bool = False) -> int:
+  def of_param(param: Param | Frozen, *, always: bool = False) -> int:
     ways = _shards(param.axes) // _shards(activation_axes(param.axes))
     if ways == 1 and param.dtype == dtype and not always:
       return 0
     shape = param.sharding.shard_shape(param.shape)
     return math.prod(shape[param.ndim - len(param.axes) :]) * dtype.itemsize * ways
 
-  table, *_ = params_of(model.head or model.embed)
+  table, *_ = weights_of(model.head or model.embed)
   whole = table.size // num_shards("vocab")
   is_stored = table.dtype == dtype and math.prod(table.sharding.shard_shape(table.shape)) == whole
   head = 0 if is_stored else whole * dtype.itemsize
-  largest = max(sum(map(of_param, params_of(block))) for block in model.segments)
+  largest = max(sum(map(of_param, weights_of(block))) for block in model.segments)
   again = num_shards("embed") > 1 and cfg.step.remat != "none" and not cfg.mesh.keep_gathered
   if not is_unrolled(cfg, "gpu") or again:
     return head + largest, largest
   counts = lambda p: cfg.step.remat != "none" or p.role is not Role.EXPERT
   layers = sum(
-    segment.repeats * sum(of_param(p, always=keeps) for p in params_of(block) if counts(p))
+    segment.repeats * sum(of_param(p, always=keeps) for p in weights_of(block) if counts(p))
     for segment, block in zip(model.layout, model.segments, strict=True)
   )
   return head + max(largest, layers // num_stages()), largest

@@ -14,7 +14,7 @@ from ats_jax.model.fp8 import fp8_layers
 from ats_jax.model.layer_kinds import layer_kinds
 from ats_jax.model.layers import activation_axes
 from ats_jax.model.layout import mod_tokens
-from ats_jax.model.param import Param, Role, params_of
+from ats_jax.model.param import Frozen, Param, Role, params_of, weights_of
 from ats_jax.ops.expert_exchange import host_capacity
 from ats_jax.planner.abstract import is_ring
 from ats_jax.planner.hardware import Hardware
@@ -106,7 +106,7 @@ def step_seconds(
   )  # as many as in all turns of a device
   of_head = 6.0 * cfg.model.vocab_size * cfg.model.d_model
   table = 0 if cfg.model.tie_embeddings else counts.parts["embedding"].total
-  attention = counts.flops_causal - 6.0 * (counts.active - table)
+  attention = counts.flops_causal - 6.0 * (counts.active - table) + 2.0 * counts.frozen
   rate, memory = MATMUL_EFFICIENCY * hardware.matmul_flops[dtype], hardware.memory_bytes_per_sec
   in_8_bits = _fp8_share(cfg, model, counts.active - table - of_head / 6.0)
   layers = (counts.flops_causal - of_head - attention) * in_layers / rate
@@ -165,7 +165,7 @@ def _fp8_share(cfg: Config, model: Decoder, active: float) -> float:
   in_8_bits = fp8_layers(cfg)
   if not any(in_8_bits):
     return 0.0
-  matrices = [p for p in params_of(model) if p.role is Role.MATRIX and p.ndim > len(p.axes)]
+  matrices = [p for p in weights_of(model) if p.role is Role.MATRIX and p.ndim > len(p.axes)]
   return sum(in_8_bits) / len(in_8_bits) * min(1.0, sum(p.size for p in matrices) / active)
 
 
@@ -238,7 +238,7 @@ def _weights_and_gradients(
   in_8_bits = fp8_layers(cfg)
   token_axes = {*mesh_axes("rows"), *mesh_axes("residual_seq")}
   sent = collections.Counter[tuple[str, int, float]]()  # bytes by name, devices, times in a step
-  for param in params_of(model):
+  for param in weights_of(model):
     of_layers = param.ndim > len(param.axes)
     # A pipeline's layers work in each tick, and what is before and behind them once.
     passes = _layer_passes(cfg) if of_layers or not staged else 1
@@ -256,6 +256,8 @@ def _weights_and_gradients(
         bytes_each -= (compute - 1) * sum(in_8_bits) / len(in_8_bits)
       times = (2 - kept + (staged and of_layers)) * passes
       sent["weights gathered", ways(weights - used), times] += whole * bytes_each
+    if isinstance(param, Frozen):
+      continue
     if moments > weights:
       sent["new weights gathered", ways(moments - weights), 1] += whole * itemsize
     if grads > used and not stays:
@@ -393,12 +395,12 @@ def ring_widths(cfg: Config, itemsize: int) -> tuple[int, int, int]:
   return (heads + kv_heads) * both * itemsize, round_it, round_it + kv_heads * both * ways * 4
 
 
-def _axes(param: Param, part: StatePart) -> set[str]:
+def _axes(param: Param | Frozen, part: StatePart) -> set[str]:
   """Mesh axes that shard a parameter, or a part of the state like it."""
   return _mesh_axes_of(_stacked(param, param.axes), part)
 
 
-def _stacked(param: Param, axes: tuple[str, ...]) -> tuple[str, ...]:
+def _stacked(param: Param | Frozen, axes: tuple[str, ...]) -> tuple[str, ...]:
   """Logical axes of the layers of a stack, from those of one."""
   return ("layers",) * (param.ndim - len(param.axes)) + axes
 

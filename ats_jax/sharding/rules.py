@@ -43,6 +43,7 @@ _DEFAULT: ShardingRules = {
   "stored_experts": "expert",  # of a stack, and the d_model side of its matrices: see `Plan`
   "expert_embed": ("fsdp", "context"),
   "router": None,  # experts as columns of the router
+  "rank": None,  # of an adapter
 }
 
 _DATA_PARALLEL: ShardingRules = {

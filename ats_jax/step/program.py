@@ -70,6 +70,11 @@ class Program:
     """Build the state of step 0, as `init_state`."""
     return init_state(self.cfg, self.num, self.optimizer, model=model, abstract=abstract)
 
+  def abstract_base(self) -> Decoder:
+    """Shapes, dtypes and shardings of the weights that `init` takes."""
+    make = lambda: new_base(self.cfg, self.num, jax.random.key(0))
+    return jax.eval_shape(make)
+
   def catch_up(self, state: TrainState, made_at: int) -> TrainState:
     """Renew the moments of an earlier state if a phase has begun between its step and now.
 
@@ -137,6 +142,10 @@ class Program:
       from ats_jax.step.parts import replicas
 
       facts["reduction"] = replicas.describe_compression(cfg)
+    if cfg.finetune.is_on:
+      from ats_jax.model import adapters
+
+      facts |= adapters.facts(self.init(abstract=True).model)
     options = ", ".join(f"{k}={v}" for k, v in self.options.items())
     counts = self.counts
     return facts | {
@@ -192,7 +201,8 @@ def init_state(
     cfg: the resolved config.
     num: dtypes and implementations (`model.numerics.numerics`).
     optimizer: the optimizer of the run.
-    model: weights to begin with, which the state takes as they are; None = random ones.
+    model: weights to begin with, which the state takes as they are, without adapters; None =
+      random ones.
     abstract: return shapes, dtypes and shardings only, without computing anything.
   """
   parts = parts_of(cfg, optimizer)
@@ -204,17 +214,30 @@ def init_state(
       state = part.init(state)
     return state
 
+  def tuned(key: jax.Array, model: Any) -> Any:
+    if not cfg.finetune.is_on:
+      return model
+    from ats_jax.model.adapters import fine_tuned
+
+    return fine_tuned(cfg, model, key)
+
   def init(key: jax.Array) -> TrainState:
-    return beside(key, Decoder(cfg, num, nnx.Rngs(params=fold(key, Purpose.INIT))))
+    return beside(key, tuned(key, new_base(cfg, num, key)))
 
   make_key = lambda: jax.random.key(cfg.seed)
   if abstract:  # no device is used
     return jax.eval_shape(init, jax.eval_shape(make_key))
   if model is None:
     return jax.jit(init)(make_key())
+  model = tuned(make_key(), model)
   # A program that returned the weights would copy them.
   without_model = lambda key, model: dataclasses.replace(beside(key, model), model=None)
   return dataclasses.replace(jax.jit(without_model)(make_key(), model), model=model)
+
+
+def new_base(cfg: Config, num: Numerics, key: jax.Array) -> Decoder:
+  """A model of random weights, before fine-tuning freezes some and adds adapters."""
+  return Decoder(cfg, num, nnx.Rngs(params=fold(key, Purpose.INIT)))
 
 
 def make_train_step(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import pathlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,15 +11,24 @@ import jax.numpy as jnp
 from absl import logging
 
 from ats_jax.bridge import hub
-from ats_jax.bridge.convert import COMPANIONS, check_tokenizer, keep_companions, load_model
+from ats_jax.bridge.convert import (
+  COMPANIONS,
+  check_tokenizer,
+  copy_kept,
+  keep_companions,
+  load_model,
+)
+from ats_jax.bridge.export import choose_family
 from ats_jax.bridge.folder import (
   ModelFolder,
+  imported_fields,
   is_model_folder,
   open_model_folder,
   tokenizer_in,
 )
 from ats_jax.checkpoint import abstract_like, restore_tree, workdir
 from ats_jax.config.build import resolve
+from ats_jax.config.names import flatten
 from ats_jax.config.schema import Config
 from ats_jax.data.tokens.file import has_same_ids, load_tokenizer
 from ats_jax.data.tokens.tokenizer import Tokenizer, build_tokenizer
@@ -27,6 +37,7 @@ from ats_jax.model.layout import stacks
 from ats_jax.model.numerics import stored_dtype
 from ats_jax.model.param import is_variable
 from ats_jax.step.program import Program
+from ats_jax.step.state import TrainState
 from ats_jax.store import paths
 from ats_jax.store.paths import Path
 
@@ -39,20 +50,24 @@ class InitialWeights:
     folder: workdir of a run of this program, or a folder of Hugging Face's.
     step: checkpoint of the run: a step, "latest" or "best".
     ignored: unknown fields of the folder's config.json that change nothing, as the user says.
+    adapter: a folder of peft's whose adapters are those at first; "" = new ones.
   """
 
   folder: Path
   step: str = "latest"
   ignored: tuple[str, ...] = ()
+  adapter: str = ""
 
   @classmethod
-  def of(cls, source: str, step: str = "latest", ignored: Sequence[str] = ()) -> "InitialWeights":
+  def of(
+    cls, source: str, step: str = "latest", ignored: Sequence[str] = (), adapter: str = ""
+  ) -> "InitialWeights":
     """From a path as a user writes it; hf://OWNER/NAME is fetched from the Hub.
 
     Raises:
       ValueError: for a name that the Hub does not have, or a path that cannot be read.
     """
-    return cls(paths.parse(hub.local_folder(source)), step, tuple(ignored))
+    return cls(paths.parse(hub.local_folder(source)), step, tuple(ignored), adapter)
 
   @functools.cached_property
   def source(self) -> ModelFolder:
@@ -89,10 +104,8 @@ class InitialWeights:
     """Keep in a run's workdir what a Hugging Face folder holds beside the weights, for exports."""
     if is_model_folder(self.folder):
       keep_companions(self.source, folder)
-    elif (self.folder / COMPANIONS).is_dir():
-      for name in paths.files(self.folder / COMPANIONS):
-        paths.make_folder(folder / COMPANIONS)
-        paths.write(folder / COMPANIONS / name, paths.read(self.folder / COMPANIONS / name))
+    else:
+      copy_kept(self.folder, folder)
 
   def load(self, program: Program, tokenizer: Tokenizer) -> Decoder:
     """A model of these weights, in the dtypes and shardings of a run's.
@@ -106,7 +119,7 @@ class InitialWeights:
     Raises:
       ValueError: if there are none, or they do not fit the run's model or tokenizer.
     """
-    abstract = abstract_like(program.init(abstract=True).model, jax.sharding.get_mesh())
+    abstract = abstract_like(program.abstract_base(), jax.sharding.get_mesh())
     if not is_model_folder(self.folder):
       return self._of_run(abstract, program, tokenizer)
     check_tokenizer(self.folder, program.cfg, tokenizer)
@@ -114,6 +127,32 @@ class InitialWeights:
     model = load_model(source, program.cfg, abstract)
     logging.info("the weights are those of %s in %s", source.family.name, self.folder)
     return model
+
+  def with_adapter(self, program: Program, state: TrainState) -> TrainState:
+    """The first state of a run, with the adapters of the folder `adapter` if there is one.
+
+    Args:
+      program: program of the run.
+      state: as `program.init` makes it.
+
+    Raises:
+      ValueError: if they do not fit the run's.
+    """
+    if not self.adapter:
+      return state
+    cfg = program.cfg
+    if is_model_folder(self.folder):
+      family = self.source.family
+    else:
+      theirs = imported_fields(self.folder / COMPANIONS)
+      family = choose_family(cfg, imported=theirs.get("model_type", ""))
+    from ats_jax.bridge import peft_folder  # here: few runs begin with adapters
+
+    family = family.fitted(flatten(cfg))
+    read = functools.partial(peft_folder.read, pathlib.Path(self.adapter), cfg, family)
+    logging.info("the adapters are those of %s", self.adapter)
+    ema = None if state.ema is None else read(state.ema)
+    return dataclasses.replace(state, model=read(state.model), ema=ema)
 
   def _of_run(self, like: Decoder, program: Program, tokenizer: Tokenizer) -> Decoder:
     """The model of a checkpoint: the average of its weights, if that run kept one."""

@@ -114,6 +114,11 @@ def open_run(
     origin = find_resume_point(checkpoints, snapshots)
     if initial is not None and origin.restore is None:
       initial.check(cfg)
+    elif origin.restore is None and cfg.finetune.adapter.name != "none":
+      raise ValueError(
+        f"finetune.adapter.name={cfg.finetune.adapter.name} trains beside weights that are frozen, "
+        "and random ones are of no use. Say which weights with --init_from."
+      )
     with watchdog.during(READING):
       train_set, valid_set = open_data(cfg.data, cfg.seed)
       eval_sets = open_eval_sets(cfg.data, valid_set)
@@ -233,7 +238,8 @@ def restored_or_new(
     abstract = abstract_like(program.init(abstract=True), jax.sharding.get_mesh())
     return origin.restore(abstract)
   model = None if initial is None else initial.load(program, train_set.info.tokenizer)
-  return program.init(model=model)
+  state = program.init(model=model)
+  return state if initial is None else initial.with_adapter(program, state)
 
 
 def open_writer(

@@ -1,9 +1,10 @@
 """Weights from and to Hugging Face and PyTorch."""
 
+import contextlib
 import dataclasses
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
@@ -12,12 +13,14 @@ from absl import flags, logging
 from ats_jax import exits
 from ats_jax.bridge import gguf_file, hub, parity, programs
 from ats_jax.bridge.convert import ASIDE, COMPANIONS, import_folder
-from ats_jax.bridge.export import export
+from ats_jax.bridge.export import choose_family, export
 from ats_jax.bridge.family import shorten_names
+from ats_jax.bridge.folder import imported_fields
 from ats_jax.checkpoint import abstract_like, restore_tree, workdir
 from ats_jax.checkpoint.reader import find
 from ats_jax.cluster import runtime
 from ats_jax.config.build import resolve
+from ats_jax.config.names import flatten
 from ats_jax.data.tokens.file import load_tokenizer
 from ats_jax.inference.load import as_data, fit_devices, load_run
 from ats_jax.model.layout import stacks
@@ -40,8 +43,9 @@ EXPORT = """a folder for transformers, of a run's weights; or its forward pass
   ats-jax bridge export --workdir=runs/debug --folder=FOLDER
   ats-jax bridge export --workdir=runs/debug --folder=FOLDER --step=best --family=llama
   ats-jax bridge export --workdir=runs/debug --folder=FOLDER --format=onnx
+  ats-jax bridge export --workdir=runs/tuned --folder=FOLDER --format=peft
 
-After a kill the same command goes on.
+After a kill the same command goes on. Adapters are merged into the weights, but for --format=peft.
 """
 VERIFY = """logits and greedy tokens of a run beside those of transformers
 
@@ -87,8 +91,8 @@ _WRITTEN_IN = flags.DEFINE_string(
 _FORMAT = flags.DEFINE_string(
   "format",
   "huggingface",
-  "Weights with a config.json, or gguf for llama.cpp; or the forward pass as a program: stablehlo, "
-  "torch (torch.export) or onnx.",
+  "Weights with a config.json, gguf for llama.cpp, or adapters alone for peft; or the forward pass "
+  "as a program: stablehlo, torch (torch.export) or onnx.",
   flag_values=_FOR_EXPORT,
 )
 _ROWS = flags.DEFINE_integer(
@@ -146,6 +150,43 @@ def _import(folder: Path, target: paths.Path) -> bool:
   return True
 
 
+@contextlib.contextmanager
+def _without_adapters(source: paths.Path, near: Path) -> Iterator[tuple[paths.Path, str]]:
+  """A workdir without adapters, and the step in it: that of --workdir, or a merged one for a while.
+
+  Args:
+    source: the workdir of the run.
+    near: what is made of it; a merged workdir is beside that.
+  """
+  if workdir.load_config(source).finetune.adapter.name == "none":
+    yield source, _STEP.value
+    return
+  from ats_jax.bridge.merge import write_merged  # here: few runs have adapters
+
+  near.parent.mkdir(parents=True, exist_ok=True)
+  with tempfile.TemporaryDirectory(dir=near.parent, prefix=f"{near.name}.merged.") as between:
+    target = paths.parse(Path(between) / "run")
+    with load_run(source, _STEP.value) as run:
+      write_merged(source, run.program.cfg, run.model, run.step, target)
+    yield target, "latest"
+
+
+def _export_peft(folder: Path, source: paths.Path) -> bool:
+  """Write adapters alone."""
+  if workdir.load_config(source).finetune.adapter.name == "none":
+    raise ValueError(f"--format=peft: {source} has no adapters (finetune.adapter.name=none).")
+  from ats_jax.bridge import peft_folder
+
+  with load_run(source, _STEP.value) as run:
+    cfg = run.program.cfg
+    theirs = imported_fields(source / COMPANIONS)
+    family = choose_family(cfg, _FAMILY.value, theirs.get("model_type", "")).fitted(flatten(cfg))
+    base = theirs.get("_name_or_path", "")
+    number = peft_folder.write(folder, cfg, family, run.model, base=base)
+  print(f"step {run.step} as {family.name}: {number} tensors of adapters")
+  return True
+
+
 def _export_gguf(folder: Path, source: paths.Path) -> bool:
   """Write model and tokenizer for llama.cpp."""
   if folder.exists():
@@ -155,7 +196,8 @@ def _export_gguf(folder: Path, source: paths.Path) -> bool:
   dtype = _one_of(_WRITTEN_IN.value, "float32", "float16") or "float16"
   with tempfile.TemporaryDirectory(dir=unfinished) as between:
     plain = Path(between) / "plain"
-    report = export(source, plain, step=_STEP.value, family=_FAMILY.value, dtype=dtype)
+    with _without_adapters(source, folder) as (run, step):
+      report = export(run, plain, step=step, family=_FAMILY.value, dtype=dtype)
     number, lacks = gguf_file.write(plain, unfinished / "model.gguf")
   unfinished.rename(folder)
   size = (folder / "model.gguf").stat().st_size / 1e6
@@ -194,21 +236,26 @@ def _export_program(folder: Path, source: paths.Path) -> bool:
 
 
 def _export(folder: Path, source: paths.Path) -> bool:
-  known = ("huggingface", "gguf", *programs.FORMATS)
+  known = ("huggingface", "gguf", "peft", *programs.FORMATS)
   if _FORMAT.value not in known:
     raise ValueError(f"--format={_FORMAT.value} is unknown. Choose one of: {', '.join(known)}.")
   if _FORMAT.value == "gguf":
     return _export_gguf(folder, source)
+  if _FORMAT.value == "peft":
+    return _export_peft(folder, source)
   if _FORMAT.value != "huggingface":
     return _export_program(folder, source)
-  report = export(
-    source,
-    folder,
-    step=_STEP.value,
-    family=_FAMILY.value,
-    dtype=_one_of(_WRITTEN_IN.value, "float32", "bfloat16", "float16"),
-    shard_bytes=int(_SHARD_GB.value * 1e9),
-  )
+  if folder.exists():
+    raise ValueError(f"{folder} exists. Remove it or choose another folder.")
+  with _without_adapters(source, folder) as (run, step):
+    report = export(
+      run,
+      folder,
+      step=step,
+      family=_FAMILY.value,
+      dtype=_one_of(_WRITTEN_IN.value, "float32", "bfloat16", "float16"),
+      shard_bytes=int(_SHARD_GB.value * 1e9),
+    )
   print(
     f"step {report['step']} as {report['family']}: {report['parameters']:,} parameters in "
     f"{report['files']} files, of which {report['resumed']} were there already"

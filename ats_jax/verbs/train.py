@@ -45,6 +45,12 @@ _INIT_FROM = flags.DEFINE_string(
 _INIT_STEP = flags.DEFINE_string(
   "init_step", "latest", "Its checkpoint: a step, 'latest' or 'best'.", flag_values=FLAGS
 )
+_INIT_ADAPTER = flags.DEFINE_string(
+  "init_adapter",
+  "",
+  "Folder of peft's with the adapters that a new run with finetune.adapter begins with.",
+  flag_values=FLAGS,
+)
 _RESUME_STEP = flags.DEFINE_integer(
   "resume_step",
   None,
@@ -91,13 +97,17 @@ def main(argv: list[str]) -> int:
   cfg, folder = asked_for(), _folder()
   if FLAGS["init_step"].present and not _INIT_FROM.value:
     raise ValueError("--init_step says which checkpoint of --init_from; that is missing.")
+  if _INIT_ADAPTER.value and not _INIT_FROM.value:
+    raise ValueError("--init_adapter is for the weights of --init_from; that is missing.")
   if _RESUME_STEP.value is not None and _INIT_FROM.value:
     raise ValueError("--resume_step goes on with a run, --init_from begins one. Give one of them.")
   initial = None
   if _INIT_FROM.value:
     from ats_jax.train.initial_weights import InitialWeights  # here: it reads other formats
 
-    initial = InitialWeights.of(_INIT_FROM.value, _INIT_STEP.value, _IGNORED.value)
+    initial = InitialWeights.of(
+      _INIT_FROM.value, _INIT_STEP.value, _IGNORED.value, _INIT_ADAPTER.value
+    )
   with runtime.configured(cfg):
     job.join(cfg)
     _, end = train_to_end(cfg, folder, initial, _RESUME_STEP.value)

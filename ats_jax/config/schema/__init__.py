@@ -14,6 +14,7 @@ from ats_jax.config.schema import rules
 from ats_jax.config.schema.checkpoint import CheckpointConfig
 from ats_jax.config.schema.data import DataConfig
 from ats_jax.config.schema.eval import EvalConfig
+from ats_jax.config.schema.finetune import FinetuneConfig
 from ats_jax.config.schema.log import LogConfig
 from ats_jax.config.schema.mesh import MeshConfig
 from ats_jax.config.schema.mod import MoDConfig
@@ -34,6 +35,7 @@ __all__ = [
   "Config",
   "DataConfig",
   "EvalConfig",
+  "FinetuneConfig",
   "LogConfig",
   "MeshConfig",
   "MoDConfig",
@@ -133,6 +135,7 @@ class Config:
   mod: MoDConfig = dataclasses.field(default_factory=MoDConfig)
   data: DataConfig = dataclasses.field(default_factory=DataConfig)
   optimizer: OptimizerConfig = section(OPTIMIZERS, "adamw")
+  finetune: FinetuneConfig = dataclasses.field(default_factory=FinetuneConfig)
   step: StepConfig = dataclasses.field(default_factory=StepConfig)
   precision: PrecisionConfig = dataclasses.field(default_factory=PrecisionConfig)
   mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)

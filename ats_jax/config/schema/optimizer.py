@@ -31,6 +31,7 @@ _ONE_SCHEDULE = Condition(
 # Of `model.param.Role`, which stands above this package.
 ROLES = (
   "matrix", "expert", "router", "embedding", "head", "norm", "bias", "sink", "scalar", "adapter",
+  "adapter_out",
 )  # fmt: skip
 
 

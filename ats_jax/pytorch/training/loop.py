@@ -108,6 +108,9 @@ def check(cfg: Config) -> None:
     "optimizer.b2_by_role": {},
     "precision.fp8": False,
     "step.loss.name": "cross_entropy",
+    "finetune.adapter.name": "none",  # it has `--lora_rank`
+    "finetune.freeze": (),
+    "finetune.layers": "",
   }
   flat = flatten(cfg)
   for name, value in only.items():

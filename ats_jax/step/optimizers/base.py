@@ -13,7 +13,7 @@ from flax import nnx
 
 from ats_jax.config.schema import Config
 from ats_jax.config.schema.optimizer import ROLES
-from ats_jax.model.param import Param, Role, per_param
+from ats_jax.model.param import Param, Role, per_param, role_name
 from ats_jax.step import tensors
 
 # See `Optimizer.check`.
@@ -21,7 +21,9 @@ type Check = Callable[[optax.OptState, Any, optax.OptState, jax.Array], Checked]
 # A hyperparameter: one number, or one of each parameter.
 type PerParam = float | Callable[[Param], float]
 
-DECAYS = frozenset({Role.MATRIX, Role.EXPERT, Role.ROUTER, Role.HEAD, Role.ADAPTER})
+DECAYS = frozenset(
+  {Role.MATRIX, Role.EXPERT, Role.ROUTER, Role.HEAD, Role.ADAPTER, Role.ADAPTER_OUT}
+)
 
 
 class Moved(NamedTuple):
@@ -139,11 +141,6 @@ def per_parameter(opt_state: optax.OptState) -> list[tuple[str, Any]]:
   is_model = lambda x: isinstance(x, nnx.Module)
   found = jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=is_model)
   return [(path[-1].name, tree) for path, tree in found if is_model(tree)]
-
-
-def role_name(param: Param) -> str:
-  """The role of a parameter as settings name it (`config.schema.optimizer.ROLES`)."""
-  return param.role.name.lower()
 
 
 def by_role(table: Mapping[str, float], usual: float) -> PerParam:

@@ -38,7 +38,7 @@ OPTIONAL = {
   "": ("api", "bridge", "inference", "planner", "pytorch"),
   "cluster": ("launch", "preflight"),
   "data": ("chat", "filters", "look", "rows.buckets", "rows.mixture", "rows.stream"),
-  "model": ("latent_attention", "mod", "moe", "pipelined", "router"),
+  "model": ("adapters", "latent_attention", "mod", "moe", "pipelined", "router"),
   "ops": ("expert_exchange", "fp8_matmul", "grouped_matmul", "quantise", "routing"),
   "ops.attention": ("latent", "ring", "ulysses"),
   "orchestrator": ("actions", "policy", "record", "signals", "supervisor", "trials"),

@@ -1,0 +1,249 @@
+"""Adapters from and to folders of the library peft: adapter_config.json beside a safetensors file.
+
+The modules have the names and the orientation of the family in a Hugging Face folder, where each
+expert is a module of its own.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ats_jax.bridge.family import EXPERT, Family, Item, WeightRow, match_weights
+from ats_jax.bridge.folder import read_json
+from ats_jax.bridge.safetensors_file import Slot, Writer, read_header
+from ats_jax.bridge.transforms import Transposed
+from ats_jax.checkpoint import layout, stream, workdir
+from ats_jax.config.schema import Config
+from ats_jax.config.schema.finetune import LoRA
+from ats_jax.model.layout import stacks
+from ats_jax.store import paths
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+SUFFIXES = {
+  "a": ".lora_A.weight",
+  "b": ".lora_B.weight",
+  "lengths": ".lora_magnitude_vector",
+}
+# What may stand in a folder and changes what its adapters compute, with the value that is ours.
+FIXED: Mapping[str, Any] = {
+  "peft_type": "LORA",
+  "bias": "none",
+  "lora_bias": False,
+  "fan_in_fan_out": False,
+  "modules_to_save": None,
+  "rank_pattern": {},
+  "alpha_pattern": {},
+  "layers_to_transform": None,
+  "trainable_token_indices": None,
+  "target_parameters": None,
+}
+
+
+class Factor(NamedTuple):
+  """One of our arrays of an adapter, in one layer.
+
+  Attributes:
+    name: of our array, by layer.
+    kind: a key of `SUFFIXES`.
+    rank: of the adapter.
+    shape: of our array.
+    item: the weight that it stands beside.
+  """
+
+  name: str
+  kind: str
+  rank: int
+  shape: tuple[int, ...]
+  item: Item
+
+  @property
+  def is_of_experts(self) -> bool:
+    """Whether theirs are one for each expert."""
+    return isinstance(self.item.row, WeightRow) and EXPERT in self.item.row.theirs
+
+  @property
+  def theirs(self) -> list[str]:
+    """Names of their tensors."""
+    modules = (name.removesuffix(".weight") for name in self.item.theirs)
+    return [f"{PREFIX}{module}{SUFFIXES[self.kind]}" for module in modules]
+
+  def to_theirs(self, ours: np.ndarray) -> list[np.ndarray]:
+    """Their tensors: of the matrices transposes, one for each expert."""
+    parts = ours if self.is_of_experts else ours[None]
+    if self.kind == "lengths":
+      return [part.reshape(-1) for part in parts]
+    rows = -1 if self.kind == "a" else self.rank
+    return [np.ascontiguousarray(part.reshape(rows, self._columns).T) for part in parts]
+
+  def to_ours(self, theirs: list[np.ndarray]) -> np.ndarray:
+    """Our array of their tensors."""
+    if self.kind == "lengths":
+      return theirs[0].reshape(self.shape)
+    return np.stack([part.T for part in theirs]).reshape(self.shape)
+
+  @property
+  def their_shape(self) -> tuple[int, ...]:
+    """Shape of each of their tensors."""
+    size = math.prod(self.shape[int(self.is_of_experts) :])
+    if self.kind == "lengths":
+      return (size,)
+    other = size // self.rank
+    return (self.rank, other) if self.kind == "a" else (other, self.rank)
+
+  @property
+  def _columns(self) -> int:
+    return self.their_shape[0]
+
+
+def _factors(
+  family: Family, parts: Mapping[str, layout.StoredArray], rank: int
+) -> Iterator[Factor]:
+  """All arrays of adapters of a model's named arrays.
+
+  Raises:
+    ValueError: for a weight that is no module of its own in the family.
+  """
+  for name, part in parts.items():
+    weight, found, kind = name.rpartition("/adapter/")
+    if not found:
+      continue
+    (item,) = match_weights(family, {weight: parts[f"{weight}/weight"].shape})
+    if not (isinstance(item.row, WeightRow) and isinstance(item.row.transform, Transposed)):
+      raise ValueError(
+        f"{weight} is no matrix of its own in a {family.name} model, so peft has no name for its "
+        "adapter. Export the merged model."
+      )
+    yield Factor(name, kind, rank, part.shape, item)
+
+
+def write(folder: Path, cfg: Config, family: Family, model: Any, *, base: str) -> int:
+  """Write the adapters of a model; the number of tensors.
+
+  Args:
+    folder: it appears when it is complete.
+    cfg: the resolved config of the run.
+    family: of the base, fitted to the settings.
+    model: the model, with its adapters.
+    base: folder or name of the base, for who loads it.
+  """
+  adapter = cfg.finetune.adapter
+  assert isinstance(adapter, LoRA)
+  if folder.exists():
+    raise ValueError(f"{folder} exists. Remove it or choose another folder.")
+  leaves = jax.tree.leaves(model)
+  parts = layout.named_arrays(model, stacks=stacks(cfg))
+  factors = list(_factors(family, parts, adapter.rank))
+  unfinished = folder.with_name(folder.name + ".unfinished")
+  unfinished.mkdir(parents=True, exist_ok=True)
+  slots = [Slot(name, np.dtype(np.float32), f.their_shape) for f in factors for name in f.theirs]
+  with Writer(unfinished / WEIGHTS, slots) as writer:
+    for factor in factors:
+      array = _host(leaves, parts[factor.name])
+      for name, part in zip(factor.theirs, factor.to_theirs(array), strict=True):
+        writer.write(name, part)
+  modules = {name.removeprefix(PREFIX) for f in factors for name in f.theirs if f.kind == "a"}
+  modules = {name.removesuffix(SUFFIXES["a"]) for name in modules}
+  if not (cfg.finetune.layers or adapter.targets):  # then a last part means nothing else
+    modules = {name.rpartition(".")[2] for name in modules}
+  fields = _config(adapter, factors) | {"target_modules": sorted(modules)}
+  fields |= {"base_model_name_or_path": base}
+  workdir.write_json(paths.parse(unfinished / CONFIG), fields)
+  unfinished.rename(folder)
+  return len(slots)
+
+
+def _host(leaves: list[Any], part: layout.StoredArray) -> np.ndarray:
+  leaf = leaves[part.number]
+  return np.asarray(leaf if part.layer is None else leaf[part.layer], np.float32)
+
+
+def _config(adapter: LoRA, factors: list[Factor]) -> dict[str, Any]:
+  """The adapter_config.json.
+
+  peft joins the adapters of an expert's two first matrices to one of twice the rank, and doubles
+  alpha, which is wrong for `use_rslora`: there alpha says the same factor without it.
+  """
+  experts = any(factor.is_of_experts for factor in factors)
+  rs = adapter.scale == "rslora" and not experts
+  return {
+    **FIXED,
+    "task_type": "CAUSAL_LM",
+    "r": adapter.rank,
+    "lora_alpha": adapter.alpha if rs else adapter.factor * adapter.rank,
+    "use_rslora": rs,
+    "use_dora": adapter.name == "dora",
+    "lora_dropout": 0.0,
+    "inference_mode": True,
+  }
+
+
+def read(folder: Path, cfg: Config, family: Family, model: Any) -> Any:
+  """The model with the adapters of a folder in place of its own.
+
+  Args:
+    folder: as peft writes one.
+    cfg: the resolved config of the run.
+    family: of the base, fitted to the settings.
+    model: the model, with adapters as the settings say.
+
+  Raises:
+    ValueError: if they are others than the settings say.
+  """
+  adapter = cfg.finetune.adapter
+  if not isinstance(adapter, LoRA):
+    raise ValueError(f"{folder} holds adapters, and finetune.adapter.name=none. Use lora or dora.")
+  _check_config(folder, adapter)
+  tensors = read_header(folder / WEIGHTS)
+  leaves, structure = jax.tree.flatten(model)
+  parts = layout.named_arrays(model, stacks=stacks(cfg))
+  factors = list(_factors(family, parts, adapter.rank))
+  wanted = {name: f.their_shape for f in factors for name in f.theirs}
+  there = {name: tensor.shape for name, tensor in tensors.items()}
+  if different := sorted(n for n in wanted.keys() | there.keys() if wanted.get(n) != there.get(n)):
+    name = different[0]
+    of = lambda shapes: str(list(shapes[name])) if name in shapes else "not there"
+    raise ValueError(
+      f"{folder}: {len(different)} tensors are not those of this run's adapters: {name} is "
+      f"{of(there)} in the folder, {of(wanted)} here. Set finetune.adapter.targets and "
+      "finetune.layers as it was trained, and begin with the model that it belongs to."
+    )
+  filled: list[Any] = list(leaves)
+  for number in {parts[factor.name].number for factor in factors}:
+    filled[number] = None
+  targets = layout.named_arrays(
+    jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), model),
+    stacks=stacks(cfg),
+  )
+  for factor in factors:
+    array = factor.to_ours([tensors[name].read() for name in factor.theirs])
+    target = targets[factor.name].target(factor.name)
+    array = array.astype(target.dtype)
+    put = jax.make_array_from_callback(array.shape, target.sharding, lambda i, a=array: a[i])
+    stream.put(filled, targets, {factor.name: put})
+  return structure.unflatten(jax.tree.map(jnp.asarray, filled))
+
+
+def _check_config(folder: Path, adapter: LoRA) -> None:
+  theirs = read_json(folder / CONFIG)
+  for key, value in FIXED.items():
+    if (theirs.get(key) or None) != (value or None):
+      raise ValueError(
+        f"{folder / CONFIG}: {key} is {theirs[key]!r}, and this program has only {value!r}."
+      )
+  rank, alpha = theirs["r"], float(theirs["lora_alpha"])
+  factor = alpha / (math.sqrt(rank) if theirs.get("use_rslora") else rank)
+  kind = "dora" if theirs.get("use_dora") else "lora"
+  has = (adapter.name, adapter.rank, adapter.factor)
+  if (kind, rank) != has[:2] or not math.isclose(factor, adapter.factor, rel_tol=1e-6):
+    scale = "rslora" if theirs.get("use_rslora") else "lora"
+    raise ValueError(
+      f"{folder / CONFIG} and this run have adapters of another kind. Its settings are "
+      f"--config.finetune.adapter={kind} --config.finetune.adapter.rank={rank} "
+      f"--config.finetune.adapter.alpha={alpha:g} --config.finetune.adapter.scale={scale}."
+    )

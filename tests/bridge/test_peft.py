@@ -1,0 +1,156 @@
+"""Adapters beside those of peft: losses of the same training, and folders in both directions."""
+
+import hf_gate
+import jax
+import numpy as np
+import peft
+import pytest
+import torch
+import transformers
+from helpers import make_test_mesh, micro_batches
+
+from ats_jax.bridge import peft_folder
+from ats_jax.bridge.convert import load_model
+from ats_jax.bridge.parity import our_logits
+from ats_jax.checkpoint import abstract_like
+from ats_jax.config.build import resolve, with_settings
+from ats_jax.config.names import flatten
+from ats_jax.model.adapters import merged
+from ats_jax.model.param import params_of
+from ats_jax.step.program import make_program
+
+pytestmark = [pytest.mark.hf, pytest.mark.filterwarnings("default")]
+STEPS, RATE, DECAY, SEQ = 50, 5e-4, 0.02, 24
+SETTINGS = {
+  "num_steps": STEPS,
+  "data.batch_size": 4,
+  "data.seq_len": SEQ,
+  "data.max_segments": 1,
+  "precision.compute_dtype": "float32",
+  "optimizer.learning_rate": RATE,
+  "optimizer.schedule.name": "constant",
+  "optimizer.b2": 0.999,
+  "optimizer.weight_decay": DECAY,
+  "optimizer.grad_clip": 0.0,
+  "finetune.adapter.name": "lora",
+  "finetune.adapter.rank": 4,
+  "finetune.adapter.alpha": 6.0,
+}
+OURS = {
+  "lora": {},
+  "rslora": {"finetune.adapter.scale": "rslora"},
+  "lora+": {"optimizer.rate_by_role": {"adapter_out": 4.0}},
+  "dora": {"finetune.adapter.name": "dora", "optimizer.decay_by_role": {"scalar": DECAY}},
+}
+
+
+def opened(source, changes):
+  """The program of a run on a folder's model, and its first state."""
+  cfg = resolve(with_settings(hf_gate.settings(source), SETTINGS | changes), 0)
+  program = make_program(cfg)
+  abstract = abstract_like(program.abstract_base(), jax.sharding.get_mesh())
+  return program, program.init(model=load_model(source, cfg, abstract))
+
+
+def rows(cfg):
+  """Batches of random tokens without padding, which come again."""
+  shape = (cfg.data.batch_size, SEQ + 1)
+  for step in range(STEPS):
+    tokens = np.random.default_rng(step % 5).integers(0, cfg.model.vocab_size, shape)
+    tokens = tokens.astype(np.int32)
+    ones = np.ones((shape[0], SEQ), np.int32)
+    yield {
+      "tokens": tokens[:, :-1],
+      "targets": tokens[:, 1:],
+      "loss_mask": ones.astype(np.float32),
+      "segment_ids": ones,
+      "positions": np.broadcast_to(np.arange(SEQ, dtype=np.int32), ones.shape),
+    }
+
+
+def our_losses(program, state):
+  losses = []
+  for step, batch in enumerate(rows(program.cfg), 1):
+    batch = micro_batches(batch, 1)
+    state, metrics = program.train_step(state, batch, program.training_rules(step))
+    losses.append(float(metrics["train/loss"]))
+  return state, losses
+
+
+def their_losses(model, cfg, rate_of_b=1.0):
+  named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+  groups = [
+    {"params": [p for n, p in named if "lora_B" not in n], "lr": RATE},
+    {"params": [p for n, p in named if "lora_B" in n], "lr": RATE * rate_of_b},
+  ]
+  optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.999), weight_decay=DECAY)
+  losses = []
+  for batch in rows(cfg):
+    tokens, targets = (torch.tensor(batch[name]).long() for name in ("tokens", "targets"))
+    logits = model(tokens).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.item())
+  return losses
+
+
+def base_of(source):
+  return transformers.AutoModelForCausalLM.from_pretrained(source.folder, dtype=torch.float32)
+
+
+def write(program, source, state, folder):
+  family = source.family.fitted(flatten(program.cfg))
+  peft_folder.write(folder, program.cfg, family, state.model, base=str(source.folder))
+  return family
+
+
+@torch.no_grad()
+def assert_same_logits(program, ours, theirs):
+  tokens = next(rows(program.cfg))["tokens"]
+  theirs.eval()
+  want = theirs(torch.tensor(tokens).long()).logits.numpy()
+  got = our_logits(ours, program.rules(STEPS), tokens, np.arange(SEQ))
+  np.testing.assert_allclose(got, want, atol=1e-5 * max(1.0, np.abs(want).max()), rtol=0)
+
+
+@pytest.mark.parametrize("kind", OURS)
+def test_dense_training_is_that_of_peft(kind, cases, tmp_path):
+  source, _ = cases("qwen3")
+  with jax.set_mesh(make_test_mesh(1, 1, 1)):
+    program, state = opened(source, OURS[kind])
+    write(program, source, state, tmp_path / "first")
+    theirs = peft.PeftModel.from_pretrained(base_of(source), tmp_path / "first", is_trainable=True)
+    state, losses = our_losses(program, state)
+    rate_of_b = 4.0 if kind == "lora+" else 1.0
+    want = their_losses(theirs, program.cfg, rate_of_b)
+    assert want[-5] < want[0] - 0.01  # of the same batch: it learns
+    np.testing.assert_allclose(losses, want, atol=1e-5, rtol=0)
+
+    family = write(program, source, state, tmp_path / "last")
+    again = peft.PeftModel.from_pretrained(base_of(source), tmp_path / "last")
+    assert_same_logits(program, state.model, again)
+    assert_same_logits(program, merged(state.model), again)
+    theirs.save_pretrained(tmp_path / "theirs")
+    other = opened(source, OURS[kind])[1].model
+    back = peft_folder.read(tmp_path / "theirs", program.cfg, family, other)
+    assert_same_logits(program, back, theirs)
+
+
+# Experts that are not square: their transposes would not fit, or give other logits.
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("scale", ["lora", "rslora"])
+def test_adapters_of_experts_load_in_peft(name, scale, cases, tmp_path):
+  source, _ = cases(name)
+  with jax.set_mesh(make_test_mesh(1, 1, 1)):
+    program, state = opened(source, {"finetune.adapter.scale": scale})
+    state, losses = our_losses(program, state)
+    assert losses[-5] < losses[0] - 0.01
+    family = write(program, source, state, tmp_path / "last")
+    theirs = peft.PeftModel.from_pretrained(base_of(source), tmp_path / "last")
+    assert_same_logits(program, state.model, theirs)
+    assert_same_logits(program, merged(state.model), theirs)
+    other = opened(source, {"finetune.adapter.scale": scale})[1].model
+    back = peft_folder.read(tmp_path / "last", program.cfg, family, other)
+    jax.tree.map(np.testing.assert_array_equal, params_of(back), params_of(state.model))
