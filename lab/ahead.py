@@ -8,7 +8,7 @@ untuned: their scratch memory and layouts are not those of a real run.
 import contextlib
 import os
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import jax
@@ -131,9 +131,10 @@ def pretending(name: str) -> Iterator[None]:
     yield
 
 
-def topology(name: str, devices: int = 1) -> list[jax.Device]:
-  """So many devices of a kind, of one host. Call before anything runs: jax reads its environment
-  once.
+def topology(name: str, devices: int = 1) -> list[Any]:
+  """So many devices of a kind, of one host.
+
+  Call before anything runs: jax reads its environment once.
 
   Raises:
     ValueError: what compiles for them is not installed.

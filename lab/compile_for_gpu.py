@@ -8,7 +8,6 @@ Command: python -m lab.compile_for_gpu --config=configs/dense_1_5b.py [--gpu=H20
   [--devices=2 --config.mesh.fsdp=2] [--out=step.txt] [--config.step.remat=names]
 """
 
-import csv
 import datetime
 import sys
 import time
@@ -24,7 +23,7 @@ from ats_jax.planner.describe import describe, planned_bytes
 from ats_jax.step import program as programs
 from ats_jax.verbs import cli
 from lab.ahead import DEVICES, compiled
-from lab.compiled_program import scores, traffic
+from lab.compiled_program import add_line, scores, traffic
 
 GIB = 2**30
 FIELDS = ("device", "parameters", "attention", "experts", "rows x tokens", "compute", "GiB")
@@ -45,16 +44,6 @@ def found_scores(program: str, cfg: Config) -> tuple[str, bool]:
     return f"not known, as model.{same[0]} is {seq} too", False
   found = sorted(scores(program, seq))
   return ", ".join(found) or "none", bool(found)
-
-
-def record(path: Path, row: dict[str, str]) -> None:
-  """Add a line to a table, with its heading if it is new."""
-  is_new = not path.exists()
-  with path.open("a", encoding="utf-8", newline="") as file:
-    writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
-    if is_new:
-      writer.writeheader()
-    writer.writerow(row)
 
 
 def main(argv: list[str]) -> int:
@@ -90,7 +79,7 @@ def main(argv: list[str]) -> int:
       f"{needs:.2f}", f"{planned:.2f}", scored, " ".join(settings), f"jax {jax.__version__}",
       f"{datetime.date.today()}",
     )  # fmt: skip
-    record(Path(_RECORD.value), dict(zip(FIELDS, values, strict=True)))
+    add_line(Path(_RECORD.value), dict(zip(FIELDS, values, strict=True)))
   return exits.FAULT if is_wrong else exits.DONE
 
 

@@ -1,8 +1,11 @@
-"""What the text of a compiled program says of it, in the order in which it is run."""
+"""What the text of a compiled program says of it; and tables of such findings."""
 
 import collections
+import csv
 import math
 import re
+from collections.abc import Mapping
+from pathlib import Path
 
 MATMUL = r"custom_call_target=\"(__(cublas|cudnn)|mosaic_gpu)|__triton"
 LONGEST = 5000  # characters of a line that are read; behind them are the insides of kernels
@@ -79,3 +82,13 @@ def _ways(line: str) -> int:
     return math.prod(sizes[name] for name in re.findall(r"'(\w+)'", axes[1])) if axes else 1
   groups = re.search(r"replica_groups=\[\d+,(\d+)\]", line)
   return int(groups[1]) if groups else 1
+
+
+def add_line(path: Path, row: Mapping[str, str]) -> None:
+  """Add a line to a table (CSV), with its heading if it is new."""
+  is_new = not path.exists()
+  with path.open("a", encoding="utf-8", newline="") as file:
+    writer = csv.DictWriter(file, list(row), lineterminator="\n")
+    if is_new:
+      writer.writeheader()
+    writer.writerow(row)
