@@ -36,14 +36,10 @@ _OUT = flags.DEFINE_string("out", "", "Where to write the optimized program.")
 _RECORD = flags.DEFINE_string("record", "", "Table (CSV) that gets a line.")
 
 
-def found_scores(program: str, cfg: Config) -> tuple[str, bool]:
-  """Whether a compiled program holds scores of whole rows: in words, and as far as it is known."""
-  seq = cfg.data.seq_len
-  widths = {"d_model": cfg.model.d_model, "d_ff": cfg.model.d_ff, "vocab": cfg.model.vocab_size}
-  if same := [name for name, width in widths.items() if width == seq]:
-    return f"not known, as model.{same[0]} is {seq} too", False
-  found = sorted(scores(program, seq))
-  return ", ".join(found) or "none", bool(found)
+def found_scores(program: str, cfg: Config, devices: int) -> list[str]:
+  """The arrays of a compiled program that may be scores of whole rows, of all rows and heads."""
+  rows, seq = cfg.data.batch_size // cfg.step.accum_steps, cfg.data.seq_len
+  return sorted(scores(program, seq, rows * cfg.model.num_heads * seq * seq // devices))
 
 
 def main(argv: list[str]) -> int:
@@ -63,8 +59,8 @@ def main(argv: list[str]) -> int:
     f"(the planner estimates {planned:.2f}); compiled here in {secs:.0f} s."
   )
   program = step.as_text() or ""
-  scored, is_wrong = found_scores(program, cfg)
-  print(f"arrays of {cfg.data.seq_len} x {cfg.data.seq_len}: {scored}")
+  scored = ", ".join(found_scores(program, cfg, _DEVICES.value)) or "none"
+  print(f"scores of {cfg.data.seq_len} x {cfg.data.seq_len}: {scored}")
   for (kind, when), sent in sorted(traffic(program).items()):
     print(f"a device sends {sent / 1e9:.2f} GB by {kind}, {when}")
   if _OUT.value:
@@ -80,7 +76,7 @@ def main(argv: list[str]) -> int:
       f"{datetime.date.today()}",
     )  # fmt: skip
     add_line(Path(_RECORD.value), dict(zip(FIELDS, values, strict=True)))
-  return exits.FAULT if is_wrong else exits.DONE
+  return exits.DONE if scored == "none" else exits.FAULT
 
 
 if __name__ == "__main__":

@@ -19,15 +19,16 @@ SENT = {
 KINDS = "|".join(SENT)
 
 
-def scores(program: str, seq: int) -> set[str]:
+def scores(program: str, seq: int, least: int = 0) -> set[str]:
   """Arrays in memory with two axes as long as a row, as those of attention's scores.
 
-  What only exists within a fusion is in no memory. A weight whose two widths are that long looks
-  alike, so ask for another length than those.
+  What only exists within a fusion is in no memory. Scores of some queries of several heads may have
+  such axes too, and weights; they are smaller.
 
   Args:
     program: a compiled one as text.
     seq: tokens of a row.
+    least: numbers of an array that counts.
   """
   within = set(re.findall(r"\bcalls=%?([\w.-]+)", program))
   found, is_fusion = set(), False
@@ -36,7 +37,10 @@ def scores(program: str, seq: int) -> set[str]:
       is_fusion = head[1] in within
     elif not is_fusion:
       shapes = re.findall(r"\b([a-z]+\d+\w*\[[\d,]+\])", line[:LONGEST])
-      found |= {s for s in shapes if re.findall(r"\d+", s.partition("[")[2]).count(str(seq)) > 1}
+      for shape in shapes:
+        axes = [int(n) for n in re.findall(r"\d+", shape.partition("[")[2])]
+        if axes.count(seq) > 1 and math.prod(axes) >= least:
+          found.add(shape)
   return found
 
 

@@ -20,7 +20,7 @@ def elsewhere(tmp_path, monkeypatch):
 
 
 def test_a_name_gives_its_preset_from_any_folder():
-  assert packaged().keys() == {"debug", "dense_1_5b"}
+  assert packaged().keys() == {"card", "debug", "dense_1_5b"}
   assert not packaged().keys() & PRESETS.keys()
   for name in PRESETS:
     assert load_file(name) == load_file(f"{name}:") == preset(name)

@@ -37,7 +37,7 @@ def test_scores_of_attention(monkeypatch, implementation):
 
   with jax.set_mesh(make_test_mesh(1, 1, 1)):
     program = jax.jit(jax.grad(loss, (0, 1, 2))).lower(make(4), make(2), make(2), ids).compile()
-  found = scores(program.as_text() or "", SEQ)
+  found = scores(program.as_text() or "", SEQ, least=2 * 4 * SEQ * SEQ)
   assert any(s.startswith("f32") for s in found) == (implementation == "xla"), found
   assert implementation == "xla" or not found
 
@@ -45,3 +45,9 @@ def test_scores_of_attention(monkeypatch, implementation):
 def test_what_stays_within_a_fusion_is_in_no_memory():
   assert not scores(TEXT, SEQ)
   assert scores(TEXT.replace("ROOT %fusion = f32[8,40]{1,0}", "ROOT %fusion = f32[8,40,40]"), SEQ)
+
+
+def test_smaller_arrays_do_not_count():
+  text = f"ENTRY %main (a: f32[2]) -> f32[2] {{\n  %w = f32[3,{SEQ},{SEQ}] custom-call(%a)\n}}\n"
+  assert scores(text, SEQ, least=3 * SEQ * SEQ) == {f"f32[3,{SEQ},{SEQ}]"}
+  assert not scores(text, SEQ, least=4 * SEQ * SEQ)
