@@ -92,5 +92,5 @@ def ops() -> Iterator[tuple[str, ...]]:
     for device in devices:
       of = [r for r in rows if (r["device"], r["op"], r["implementation"]) == (device, op, kernel)]
       is_made, may_run = ({r[key] for r in of} == {"yes"} for key in ("compiles", "registry"))
-      cells.append("-" if not of else "no" if not is_made else "yes" if may_run else "refused")
+      cells.append("-" if not of else "refused" if not may_run else "yes" if is_made else "no")
     yield f"`{op}`", f"`{kernel}`", *cells

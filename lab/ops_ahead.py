@@ -1,11 +1,12 @@
 r"""Which kernels compile for which GPU or TPU: each op tried in every implementation, none run.
 
 Prints a line for each op, pass and implementation, and adds it to the table of --record. Beside
-what the compiler says stands what the registry would say of the device, which must agree: a kernel
-that it allows has to compile. Such a disagreement ends with exit code 1. `lab.ahead` says what must
-be installed; kernels_cuda needs nvcc.
+what the compiler says stands what the registry says of the device. A kernel that the registry
+allows has to compile, else the exit code is 1. Those that it refuses are tried with --refused: the
+compiler may end the process at an instruction that a GPU lacks. `lab.ahead` says what must be
+installed; kernels_cuda needs nvcc.
 Command: python -m lab.ops_ahead --gpu=A100 [--only=attention,rope] \
-  [--record=docs/lab/records/compiled_ops.csv]
+  [--refused] [--record=docs/lab/records/compiled_ops.csv]
 """
 
 import dataclasses
@@ -33,6 +34,7 @@ ANY_RUN = Config(moe=dataclasses.replace(Config().moe, num_experts=8, d_ff=1024)
 
 _GPU = flags.DEFINE_enum("gpu", "H200", list(DEVICES), "Which GPU or TPU.")
 _ONLY = flags.DEFINE_list("only", [], "Of these ops; [] = of all.")
+_REFUSED = flags.DEFINE_bool("refused", False, "Try what the registry refuses too.")
 _RECORD = flags.DEFINE_string("record", "", "Table (CSV) that gets the lines.")
 
 
@@ -44,7 +46,9 @@ def first_cases() -> list[Case]:
   return list(of_op.values())
 
 
-def try_all(case: Case, name: str, mesh: jax.sharding.Mesh) -> Iterator[tuple[str, str, str, str]]:
+def try_all(
+  case: Case, name: str, mesh: jax.sharding.Mesh, *, with_refused: bool = False
+) -> Iterator[tuple[str, str, str, str]]:
   """Pass, implementation, what the compiler says and what the registry says."""
   everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
   for of_pass, work in case.passes.items():
@@ -57,7 +61,9 @@ def try_all(case: Case, name: str, mesh: jax.sharding.Mesh) -> Iterator[tuple[st
       if slots := [s for s in work.slots if s in kernel.where]:
         kernels = Kernels(tuple((f"{case.op}.{s}", kernel.name) for s in slots))
         allowed = kernel.obstacle(ANY_RUN, device_of(name)) or YES
-        yield of_pass, kernel.name, _said(case, of_pass, kernels, args), allowed
+        is_tried = allowed == YES or with_refused
+        said = _said(case, of_pass, kernels, args) if is_tried else "not tried"
+        yield of_pass, kernel.name, said, allowed
 
 
 def _said(case, of_pass, kernels, args) -> str:
@@ -77,7 +83,8 @@ def main(argv: list[str]) -> int:
     for case in first_cases():
       if _ONLY.value and case.op not in _ONLY.value:
         continue
-      for of_pass, implementation, said, allowed in try_all(case, name, mesh):
+      found = try_all(case, name, mesh, with_refused=_REFUSED.value)
+      for of_pass, implementation, said, allowed in found:
         print(f"{case.op}.{of_pass} {implementation}: {said}; registry: {allowed}", flush=True)
         wrong += allowed == YES != said
         if _RECORD.value:

@@ -43,3 +43,8 @@ def test_tables_have_a_cell_for_each_column():
   for lines in (hardware_tables.steps, hardware_tables.ops):
     header, *rows = lines()
     assert rows and {len(row) for row in rows} == {len(header)}
+
+
+def test_what_the_registry_allows_was_compiled():
+  allowed = [row for row in records(hardware_tables.OPS_COMPILED) if row["registry"] == "yes"]
+  assert allowed and {row["compiles"] for row in allowed} == {"yes"}
