@@ -30,7 +30,7 @@ def call(
     The outputs.
 
   Raises:
-    KernelsUnavailableError: as `compile.compiled`.
+    NoProgramError: as `compile.compiled`.
   """
   arrays = {name: ELEMENTS[str(a.dtype)] for name, a in {**inputs, **outputs}.items()}
   made = compiled(launch, arrays)

@@ -24,7 +24,7 @@ from ats_jax.config.names import KINDS, Known, all_settings, flatten, in_words, 
 from ats_jax.metrics.peaks import PEAKS
 from ats_jax.ops.implementations import OPS
 from ats_jax.verbs import VERBS, cli
-from lab import model_tables
+from lab import hardware_tables, model_tables
 
 _OUT = flags.DEFINE_string("out", None, "Folder to write.")
 ROOT = Path(__file__).parents[1]
@@ -240,6 +240,16 @@ def model_sizes_part() -> str:
   return "\n".join(model_tables.tables())
 
 
+def _part_of(lines: Callable[[], Iterator[tuple[str, ...]]]) -> Callable[[], str]:
+  """A table of `hardware_tables`, which yields its heading first."""
+
+  def part() -> str:
+    header, *rows = lines()
+    return "\n".join(table(header, rows))
+
+  return part
+
+
 PARTS: Mapping[str, Callable[[], str]] = {
   "settings": settings_part,
   "commands": commands_part,
@@ -250,6 +260,9 @@ PARTS: Mapping[str, Callable[[], str]] = {
   "peaks": peaks_part,
   "thresholds": thresholds_part,
   "model_sizes": model_sizes_part,
+  "cards": _part_of(hardware_tables.cards),
+  "compiled_steps": _part_of(hardware_tables.steps),
+  "compiled_ops": _part_of(hardware_tables.ops),
 }
 
 

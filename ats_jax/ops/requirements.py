@@ -11,6 +11,7 @@ from absl import logging
 
 from ats_jax.config.schema import Config
 from kernels_cuda import cross_entropy, library, rms_norm, routing, rows
+from kernels_triton import compile as programs
 from kernels_triton import plan
 
 
@@ -127,11 +128,18 @@ def triton_attention(cfg: Config, device: Device) -> str:
 
 
 def triton(cfg: Config, device: Device) -> str:
-  """Obstacle of all of `kernels_triton`: Triton has no tensor cores of GPUs before sm_80."""
+  """Obstacle of all of `kernels_triton`: Triton has no tensor cores of GPUs before sm_80.
+
+  Without Triton, programs that were made before will do; which ones a run needs is known only when
+  it is traced.
+  """
   if obstacle := nvidia(device, "the kernel", "8.0") or bfloat16(cfg, "the kernel"):
     return obstacle
-  if importlib.util.find_spec("triton") is None:
-    return "the kernel needs Triton, which is not installed: pip install triton"
+  if importlib.util.find_spec("triton") is None and not programs.are_kept(device.capability):
+    return (
+      "the kernel needs Triton, which is not installed, and no program for compute capability "
+      f"{device.capability} is in {library.cache_folder()}: pip install triton"
+    )
   return ""
 
 

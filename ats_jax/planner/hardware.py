@@ -91,15 +91,18 @@ class Hardware:
 
 
 class Typical(NamedTuple):
-  """A device among eight of one host, joined by NVLink.
+  """A device among eight of one host.
 
   Attributes:
     kind: as jax names it.
     matmul: TFLOP/s of large matmuls in 16 bits. H200: measured (docs/reference/performance.md);
       others: that share, 0.75, of the data sheet's.
     memory: GB/s read and written, measured (H200), or that share, 0.87, of the data sheet's.
-    link: GB/s that leave a device in a collective: 0.8 of the data sheet's NVLink, one direction.
+    link: GB/s that leave a device in a collective: 0.8 of the data sheet's NVLink, or of PCIe where
+      there is none, one direction.
     gib: GiB of memory that a run can have: 93 % of it, as XLA gave on an H200.
+    bfloat16: whether it has matmuls in bfloat16; `matmul` is in float16 where it has none.
+    float32: TFLOP/s of large matmuls in float32; 0 = in TF32, half of those in bfloat16.
   """
 
   kind: str
@@ -107,20 +110,35 @@ class Typical(NamedTuple):
   memory: float
   link: float
   gib: float
+  bfloat16: bool = True
+  float32: float = 0
 
 
+# The data sheets are named in `metrics.peaks`. Of the RTX 3050, 3060, 4060 and 4080 they give cores
+# and clocks: 128 FLOPs of a tensor core in a cycle, as of the RTX 3090 and 4090.
 TYPICAL = {
   "A100-40": Typical("NVIDIA A100-SXM4-40GB", 234, 1350, 240, 36),
   "A100": Typical("NVIDIA A100-SXM4-80GB", 234, 1770, 240, 74),
   "H100": Typical("NVIDIA H100 80GB HBM3", 740, 2900, 360, 74),
   "H200": Typical("NVIDIA H200", 740, 4200, 360, 131),
   "B200": Typical("NVIDIA B200", 1690, 7000, 720, 166),
-  # 0.75 of 65 TFLOP/s in float16, PCIe in place of NVLink; jax has 14.6 GiB of its 16 GB.
-  "T4": Typical("Tesla T4", 49, 278, 10, 13.5),
+  # 65 TFLOP/s in float16, 8.1 in float32. Error correction leaves 14.7 GiB.
+  "T4": Typical("Tesla T4", 49, 278, 13, 13.7, bfloat16=False, float32=6.1),
+  "L4": Typical("NVIDIA L4", 91, 261, 26, 20.9),
+  "L40S": Typical("NVIDIA L40S", 271, 752, 26, 41.8),
+  "A10G": Typical("NVIDIA A10G", 52, 522, 26, 20.9),
+  "A6000": Typical("NVIDIA RTX A6000", 116, 668, 26, 44),
+  "RTX6000Ada": Typical("NVIDIA RTX 6000 Ada Generation", 273, 835, 26, 44),
+  "RTX3050": Typical("NVIDIA GeForce RTX 3050", 10, 146, 6.4, 5.5),
+  "RTX3060": Typical("NVIDIA GeForce RTX 3060", 19, 313, 26, 11.1),
+  "RTX3090": Typical("NVIDIA GeForce RTX 3090", 53, 814, 26, 22.3),
+  "RTX4060": Typical("NVIDIA GeForce RTX 4060", 23, 237, 13, 7.4),
+  "RTX4080": Typical("NVIDIA GeForce RTX 4080", 73, 624, 26, 14.8),
+  "RTX4090": Typical("NVIDIA GeForce RTX 4090", 124, 877, 26, 22.3),
+  "RTX5090": Typical("NVIDIA GeForce RTX 5090", 157, 1559, 51, 29.7),
 }
 LATENCY = 3e-5  # seconds that a collective takes at least
 _POINTS = (2**10, 2**30)
-_DTYPES = ("bfloat16", "float16", "float32")
 
 
 def typical(name: str) -> Hardware:
@@ -139,15 +157,13 @@ def typical(name: str) -> Hardware:
   # A sum is a scatter and a gather.
   points = lambda times: [[size, LATENCY + times * size * travels] for size in _POINTS]
   rounds = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "all_to_all": 1}
+  matmul = {"float16": row.matmul, "float32": row.float32 or row.matmul / 2}
+  if row.bfloat16:
+    matmul["bfloat16"] = row.matmul
   return Hardware(
     row.kind,
     devices,
-    # float32 operands are multiplied in TF32, at half the rate.
-    {
-      dtype: row.matmul * 1e12 / (2 if dtype == "float32" else 1)
-      for dtype in _DTYPES
-      if dtype == "float32" or peak_flops(row.kind, dtype)
-    },
+    {dtype: rate * 1e12 for dtype, rate in matmul.items()},
     row.memory * 1e9,
     {name: points(times) for name, times in rounds.items()},
     is_typical=True,

@@ -168,5 +168,18 @@ def test_a_program_that_was_made_once_needs_no_triton(monkeypatch, tmp_path):
   jax.clear_caches()
   assert lowered() == text
   monkeypatch.setenv("CUDA_TARGET_SM", "8.6")
-  with pytest.raises(library.KernelsUnavailableError, match="Triton is not installed; pip install"):
+  with pytest.raises(library.KernelsUnavailableError, match="Triton is not installed: pip install"):
     lowered()
+
+
+def test_what_triton_refuses_is_one_line(monkeypatch, tmp_path):
+  monkeypatch.setenv("CUDA_TARGET_SM", "8.0")
+  monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+  tile = plan.Tile({"block_m": 48, "block_n": 32}, num_warps=4, num_stages=1)  # no power of two
+  launch = launches(64, 64)[0]._replace(tiles=(tile,))
+  with pytest.raises(ValueError, match="power of 2") as error:
+    compiled(launch, {name: kind or "bf16" for name, kind in ARRAYS[0].items()})
+  said = str(error.value)
+  assert said.startswith("attention_forward in Triton (seq=4096, heads=32, kv_heads=8, width_0=64")
+  assert "for compute capability 8.0: Triton" in said and "\n" not in said
+  assert not list(tmp_path.rglob("*.json"))

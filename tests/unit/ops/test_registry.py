@@ -13,7 +13,7 @@ from helpers import make_test_mesh, tiny_config
 
 from ats_jax.config import base_config, from_config_dict
 from ats_jax.config.schema.setting import when
-from ats_jax.ops import implementations, registry
+from ats_jax.ops import implementations, registry, requirements
 from ats_jax.ops.adamw import UpdateScalars, adamw_update
 from ats_jax.ops.dispatch import sort_by_expert, sum_rows, take_rows
 from ats_jax.ops.registry import XLA, FallbackError, Kernels
@@ -172,6 +172,22 @@ def test_a_kernel_that_is_no_default_runs_when_asked_for(monkeypatch):
   cfg = tiny_config({"ops.kernels": {"swiglu.backward": "mine", "rope": "xla"}})
   slots, _ = registry.choose(cfg, HOPPER)
   assert (slots.of("swiglu", "forward"), slots.of("swiglu", "backward")) == ("xla", "mine")
+
+
+def test_kept_programs_stand_in_for_triton(monkeypatch, tmp_path):
+  monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+  monkeypatch.setattr(requirements.importlib.util, "find_spec", lambda name: None)
+  changes = {"ops.kernels": {"attention": "triton"}, "precision.compute_dtype": "bfloat16"}
+  cfg, ampere = tiny_config(changes | {"model.head_dim": 16}), Device("gpu", "8.0")
+  folder = tmp_path / "ats_jax" / "kernels"
+  folder.mkdir(parents=True)
+  (folder / "triton-9.0-0.json").touch()  # for another GPU
+  with pytest.raises(
+    ValueError, match=r"not installed, and no program for .* 8\.0 is in .*kernels"
+  ):
+    registry.choose(cfg, ampere)
+  (folder / "triton-8.0-0.json").touch()
+  assert registry.choose(cfg, ampere)[0].of("attention", "forward") == "triton"
 
 
 @pytest.mark.parametrize(

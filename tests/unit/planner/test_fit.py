@@ -12,6 +12,7 @@ from helpers import tiny_config
 from in_process import printed_by
 
 from ats_jax.config.validate import validate
+from ats_jax.metrics.peaks import peak_flops
 from ats_jax.planner import advice
 from ats_jax.planner import fit as fit_module
 from ats_jax.planner.advice import fit_lines, memory_lines, memory_savings
@@ -215,17 +216,21 @@ def test_what_would_help_is_said_in_settings(monkeypatch):
 def test_typical_rates():
   for name, row in TYPICAL.items():
     rates = typical(name)
-    assert rates.matmul_flops["float16"] == row.matmul * 1e12 and rates.device_kind == row.kind
-    assert ("bfloat16" in rates.matmul_flops) == (name != "T4")
-    asked = tiny_config({"precision.compute_dtype": "float32"})
+    dtype = "bfloat16" if row.bfloat16 else "float16"
+    assert rates.matmul_flops[dtype] == row.matmul * 1e12 and rates.device_kind == row.kind
+    assert ("bfloat16" in rates.matmul_flops) == row.bfloat16
+    # The share of the data sheet's figures, where the table of peaks has them.
+    if peak := peak_flops(row.kind, dtype):
+      assert row.matmul == pytest.approx(0.75 * peak / 1e12, abs=3)
+    asked = tiny_config()
     asked = dataclasses.replace(
-      asked, precision=dataclasses.replace(asked.precision, compute_dtype="auto")
+      asked, precision=dataclasses.replace(asked.precision, compute_dtype=\"auto\")
     )
-    dtype = "float16" if name == "T4" else "bfloat16"
     assert with_format_of(asked, row.kind).precision.compute_dtype == dtype
     gathered = rates.seconds("all_gather", 2**30, 8)
     assert gathered == pytest.approx(2**30 * 7 / 8 / (row.link * 1e9), rel=0.03)
     assert rates.seconds("all_reduce", 2**30, 8) == pytest.approx(2 * gathered, rel=0.02)
+  assert typical("T4").matmul_flops["float32"] < typical("T4").matmul_flops["float16"] / 7
   with pytest.raises(ValueError, match=r"--device=TPU: typical rates are known of .*H100"):
     typical("TPU")
 

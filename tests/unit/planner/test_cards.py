@@ -1,0 +1,50 @@
+"""Each variant of configs/card.py fits the card that it is for, and its table says so."""
+
+import pytest
+
+from ats_jax.config import from_config_dict
+from ats_jax.config.file import load_file
+from ats_jax.planner.hardware import TYPICAL
+from lab import hardware_tables
+from lab.hardware_tables import CARDS, STEPS, planned_card, records
+
+QUICK = ("24gb", "t4")
+
+
+@pytest.mark.parametrize(
+  "variant",
+  [v if v in QUICK else pytest.param(v, marks=pytest.mark.thorough) for v in CARDS],
+)
+def test_it_fits_with_room_to_spare(variant):
+  device, gib = CARDS[variant]
+  plan = planned_card(variant)
+  assert 0.15 * gib < plan.gib <= 0.9 * gib
+  assert plan.gib < TYPICAL[device].gib
+  assert plan.tokens_per_sec > 0
+
+
+def test_what_was_compiled_fits_too():
+  cards = {row["settings"].partition("card.py:")[2]: row for row in records(STEPS)}
+  del cards[""]  # other configs
+  assert "24gb" in cards and cards.keys() <= CARDS.keys()
+  for variant, row in cards.items():
+    assert float(row["GiB"]) <= 0.9 * CARDS[variant][1]
+    assert row["scores of seq x seq"] == "none"
+
+
+def test_a_card_is_named():
+  with pytest.raises(ValueError, match=r"unknown variant '32gb'\. Choose one of 6gb, 8gb"):
+    load_file("card:32gb")
+  t4 = from_config_dict(load_file("card:t4"))
+  assert t4.precision.compute_dtype == "float32"  # it has no bfloat16
+
+
+def test_tables_have_a_cell_for_each_column():
+  for lines in (hardware_tables.steps, hardware_tables.ops):
+    header, *rows = lines()
+    assert rows and {len(row) for row in rows} == {len(header)}
+
+
+def test_what_the_registry_allows_was_compiled():
+  allowed = [row for row in records(hardware_tables.OPS_COMPILED) if row["registry"] == "yes"]
+  assert allowed and {row["compiles"] for row in allowed} == {"yes"}
