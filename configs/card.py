@@ -5,7 +5,7 @@ docs/reference/hardware.md has the memory of each and the planner's estimate of 
 Command: python -m ats_jax train --config=configs/card.py:24gb --workdir=runs/card \
   --config.data.paths=TEXT
 Variants: 6gb, 8gb, 12gb, 16gb, 24gb, 40gb, 48gb, 80gb, for GPUs of the Ampere generation or newer,
-and t4, which has no fast bfloat16. From 12gb on matrices are stored in bfloat16. The moments of
+and t4, in float16 with a scaled loss. From 12gb on matrices are stored in bfloat16. The moments of
 AdamW are in 8 bits everywhere, layers are recomputed, and gradients are summed over micro-batches.
 """
 
@@ -54,7 +54,7 @@ CARDS = {
   "48gb": Card(32, 3072, 8192, 24, 8, rows=4, accum=32, rate=1.6e-4),
   "80gb": Card(36, 3840, 10_240, 30, 6, rows=2, accum=64, rate=1.2e-4, seq=4096),
   "t4": Card(
-    12, 768, 2304, 12, 4, rows=8, accum=8, rate=6e-4, stored="float32", computed="float32"
+    12, 768, 2304, 12, 4, rows=8, accum=8, rate=6e-4, stored="float32", computed="float16"
   ),
 }
 

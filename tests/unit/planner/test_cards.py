@@ -36,7 +36,7 @@ def test_a_card_is_named():
   with pytest.raises(ValueError, match=r"unknown variant '32gb'\. Choose one of 6gb, 8gb"):
     load_file("card:32gb")
   t4 = from_config_dict(load_file("card:t4"))
-  assert t4.precision.compute_dtype == "float32"  # it has no bfloat16
+  assert t4.precision.compute_dtype == "float16"  # it has no bfloat16
 
 
 def test_tables_have_a_cell_for_each_column():

@@ -224,7 +224,7 @@ def test_typical_rates():
       assert row.matmul == pytest.approx(0.75 * peak / 1e12, abs=3)
     asked = tiny_config()
     asked = dataclasses.replace(
-      asked, precision=dataclasses.replace(asked.precision, compute_dtype=\"auto\")
+      asked, precision=dataclasses.replace(asked.precision, compute_dtype="auto")
     )
     assert with_format_of(asked, row.kind).precision.compute_dtype == dtype
     gathered = rates.seconds("all_gather", 2**30, 8)
