@@ -91,8 +91,8 @@ def test_a_file_wins_over_what_is_packaged(tmp_path, monkeypatch, name):
 def test_a_name_that_stands_for_nothing(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   cases = [
-    ("debg:moe", r"no packaged config 'debg' .*Did you mean debug\? Packaged are debug, .*, b1, "),
-    ("zzz", r"no packaged config 'zzz' \(seen from /.*\)\. Packaged are debug, dense_1_5b, "),
+    ("debg:moe", r"no packaged config 'debg' .*Did you mean debug\? Packaged are card, debug, .*, b1, "),
+    ("zzz", r"no packaged config 'zzz' \(seen from /.*\)\. Packaged are card, debug, dense_1_5b, "),
     ("configs/b7.py", r"no file configs/b7\.py \(seen from /.*packaged config b7\?$"),
     ("debug.py", r"no file debug\.py .*packaged config debug\?$"),
     ("other/mine.py", r"^cannot be read, No such file or directory \(seen from /"),
