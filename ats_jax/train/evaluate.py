@@ -27,7 +27,7 @@ def score(program: Program, model: Decoder, dataset: Rows, step: int) -> dict[st
     step: updates that made the weights (layers that skip tokens may change over a run).
 
   Returns:
-    eval/loss (nats per token), eval/accuracy, eval/tokens, eval/perplexity, and
+    eval/loss (nats per token), eval/perplexity, eval/accuracy, eval/tokens, and
     eval/bits_per_byte where the bytes of the text are known; with layers in 8 bits eval/fp8_gap,
     how much higher the loss is than without them; for each layer that skips tokens
     eval/mod/layer_routed/layer_NN, the share that went through it by the causal rule. Means are
@@ -60,11 +60,11 @@ def eval_metrics(
       "data.validation_paths, or evaluate on other text with --paths."
     )
   loss = loss_sum / counted
-  metrics = {"eval/loss": loss, "eval/accuracy": correct / counted, f"eval/{items}": counted}
-  if items != "tokens":
-    return metrics
-  metrics["eval/perplexity"] = math.exp(min(loss, 700.0))
-  if dataset.info.bytes_per_token:
+  metrics = {"eval/loss": loss}
+  if items == "tokens":
+    metrics["eval/perplexity"] = math.exp(min(loss, 700.0))
+  metrics |= {"eval/accuracy": correct / counted, f"eval/{items}": counted}
+  if items == "tokens" and dataset.info.bytes_per_token:
     metrics["eval/bits_per_byte"] = loss / math.log(2.0) / dataset.info.bytes_per_token
   return metrics
 
