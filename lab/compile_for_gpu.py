@@ -23,11 +23,11 @@ from ats_jax.planner.describe import describe, planned_bytes
 from ats_jax.step import program as programs
 from ats_jax.verbs import cli
 from lab.ahead import DEVICES, compiled
-from lab.compiled_program import add_line, scores, traffic
+from lab.compiled_program import add_line, commit, scores, traffic
 
 GIB = 2**30
 FIELDS = ("device", "parameters", "attention", "experts", "rows x tokens", "compute", "GiB")
-FIELDS += ("planned GiB", "scores of seq x seq", "settings", "software", "date")
+FIELDS += ("planned GiB", "scores of seq x seq", "settings", "commit", "software", "date")
 
 _CONFIG = cli.ConfigFlag()
 _GPU = flags.DEFINE_enum("gpu", "H200", list(DEVICES), "Which GPU or TPU.")
@@ -72,8 +72,8 @@ def main(argv: list[str]) -> int:
     values = (
       devices, f"{made.counts.parameters / 1e9:.2f}B", ran["attention"],
       ran.get("grouped_matmul", ""), f"{micro} x {cfg.data.seq_len}", cfg.precision.compute_dtype,
-      f"{needs:.2f}", f"{planned:.2f}", scored, " ".join(settings), f"jax {jax.__version__}",
-      f"{datetime.date.today()}",
+      f"{needs:.2f}", f"{planned:.2f}", scored, " ".join(settings), commit(),
+      f"jax {jax.__version__}", f"{datetime.date.today()}",
     )  # fmt: skip
     add_line(Path(_RECORD.value), dict(zip(FIELDS, values, strict=True)))
   return exits.DONE if scored == "none" else exits.FAULT

@@ -4,6 +4,7 @@ import collections
 import csv
 import math
 import re
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -86,6 +87,12 @@ def _ways(line: str) -> int:
     return math.prod(sizes[name] for name in re.findall(r"'(\w+)'", axes[1])) if axes else 1
   groups = re.search(r"replica_groups=\[\d+,(\d+)\]", line)
   return int(groups[1]) if groups else 1
+
+
+def commit() -> str:
+  """The commit of this repository, as a record names it; "-dirty" = files differ from it."""
+  git = ("git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=8", "--dirty")
+  return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def add_line(path: Path, row: Mapping[str, str]) -> None:

@@ -22,7 +22,6 @@ import json
 import os
 import platform
 import re
-import subprocess
 import tempfile
 import time
 from collections.abc import Mapping
@@ -36,6 +35,7 @@ from ats_jax.inference.load import load_run
 from ats_jax.metrics.rows import read_jsonl
 from ats_jax.store import paths
 from lab.child import REPOSITORY
+from lab.compiled_program import commit
 from lab.gguf_files import TEXTS, make_tokenizer
 
 PUBLISHED = REPOSITORY / "tests/data/published_configs.json"
@@ -345,13 +345,11 @@ def row(folder: Path, kind: str) -> dict[str, Any]:
 
 def circumstances() -> dict[str, str]:
   """The last columns of a record."""
-  git = ("git", "-C", str(REPOSITORY), "describe", "--always", "--abbrev=8", "--dirty")
-  commit = subprocess.run(git, check=True, capture_output=True, text=True).stdout.strip()
   names = ("jax", "torch", "transformers", "tokenizers")
   versions = ", ".join(f"{n} {importlib.metadata.version(n).split('+')[0]}" for n in names)
   return {
     "command": "python -m lab.families --out=FILE",
-    "commit": commit,
+    "commit": commit(),
     "hardware": f"{os.cpu_count()} CPU cores, {versions}, Python {platform.python_version()}",
     "date": datetime.date.today().isoformat(),
   }

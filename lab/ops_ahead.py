@@ -26,9 +26,10 @@ from ats_jax.verbs import cli
 from ats_jax.verbs.bench.cases import Case, real_cases
 from lab.ahead import DEVICES, device_of, pretending, topology
 from lab.attention_cases import attention_case
-from lab.compiled_program import add_line
+from lab.compiled_program import add_line, commit
 
-FIELDS = ("device", "op", "pass", "implementation", "compiles", "registry", "software", "date")
+FIELDS = ("device", "op", "pass", "implementation", "compiles", "registry")
+FIELDS += ("commit", "software", "date")
 YES = "yes"
 ANY_RUN = Config(moe=dataclasses.replace(Config().moe, num_experts=8, d_ff=1024))
 
@@ -88,8 +89,9 @@ def main(argv: list[str]) -> int:
         print(f"{case.op}.{of_pass} {implementation}: {said}; registry: {allowed}", flush=True)
         wrong += allowed == YES != said
         if _RECORD.value:
-          row = (DEVICES[name].name, case.op, of_pass, implementation, said, allowed, software)
-          row = dict(zip(FIELDS, (*row, f"{datetime.date.today()}"), strict=True))
+          of_op = (DEVICES[name].name, case.op, of_pass, implementation, said, allowed)
+          made = (commit(), software, f"{datetime.date.today()}")
+          row = dict(zip(FIELDS, (*of_op, *made), strict=True))
           add_line(Path(_RECORD.value), row)
   return exits.FAULT if wrong else exits.DONE
 

@@ -3,6 +3,7 @@
 Letters: B batch, T seq, P pairs of a row at most.
 """
 
+import abc
 import dataclasses
 from collections.abc import Mapping
 from typing import ClassVar, NamedTuple, override
@@ -100,6 +101,7 @@ class Preference(Objective):
     is_second = (batch["positions"] == 0) & (ids > 0) & (ids % 2 == 0)
     return jnp.sum(is_second, dtype=jnp.float32)
 
+  @abc.abstractmethod
   def of_pairs(
     self, logprobs: Answers, lengths: Answers, batch: Batch
   ) -> tuple[jax.Array, Answers]:
@@ -113,7 +115,6 @@ class Preference(Objective):
     Returns:
       [batch, pairs] float32 losses, of which those of pairs that there are count; the ratings.
     """
-    raise NotImplementedError
 
   def _sums(
     self, model: Decoder, batch: Batch, step: StepConfig, rules: Pass, key: jax.Array | None
