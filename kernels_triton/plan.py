@@ -53,18 +53,19 @@ def _tiles(names: str, *sizes: tuple[int, ...]) -> tuple[Tile, ...]:
   )
 
 
-# The later ones are for 99 KiB of shared memory and for wide heads.
-FORWARD = _tiles(
-  "block_m block_n", (128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 1)
-)
-KEY_GRADIENT = _tiles(
-  "block_m block_n", (64, 128, 8, 2), (64, 64, 4, 2), (32, 64, 4, 1), (32, 32, 4, 1)
-)
+# The first that fits the shared memory of a GPU is taken: the later ones are for 99 KiB and for
+# wide heads. Measured on an H200 (docs/lab/records/triton_tiles.csv).
+SIZES = "block_m block_n"
+FORWARD = _tiles(SIZES, (128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 1))
+FORWARD_PARTS = _tiles(SIZES, (64, 64, 4, 2), (64, 32, 4, 1))
+KEY_GRADIENT = _tiles(SIZES, (32, 64, 4, 3), (32, 64, 4, 2), (32, 64, 4, 1), (32, 32, 4, 1))
+KEY_GRADIENT_WIDE = _tiles(SIZES, (64, 64, 8, 2), (32, 64, 4, 1), (32, 32, 4, 1))
 QUERY_GRADIENT = _tiles(
-  "block_m block_n", (128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 1), (32, 32, 4, 1)
+  SIZES, (128, 64, 8, 3), (128, 32, 8, 3), (64, 64, 4, 2), (64, 32, 4, 1), (32, 32, 4, 1)
 )
+QUERY_GRADIENT_PARTS = _tiles(SIZES, (64, 64, 4, 2), (64, 32, 4, 1), (32, 32, 4, 1))
 GROUPED = _tiles("block_m block_n block_k", (128, 256, 64, 8, 3), (128, 128, 32, 8, 3))
-GROUPED_WEIGHTS = _tiles("block_m block_n block_k", (128, 256, 64, 8, 3), (128, 128, 32, 8, 3))
+GROUPED_WEIGHTS = _tiles("block_m block_n block_k", (128, 256, 32, 8, 4), (128, 128, 32, 8, 3))
 
 
 def attention(
@@ -73,6 +74,8 @@ def attention(
   v_width: int,
   soft_cap: float | None,
   has_sinks: bool,
+  *,
+  in_parts: bool,
 ) -> tuple[Launch, Launch, Launch]:
   """Forward, gradient of keys and values, gradient of queries.
 
@@ -82,6 +85,8 @@ def attention(
     v_width: of a value.
     soft_cap: of scores, or None.
     has_sinks: whether there are sinks.
+    in_parts: whether rows may hold several documents, or a window is set: then a query sees few
+      keys, which small blocks waste less on.
   """
   (batch, seq, heads, width), kv_heads = q_shape, k_shape[2]
   parts, value_parts = split(width), split(v_width)
@@ -102,12 +107,15 @@ def attention(
     "soft_cap": float(soft_cap or 0),
   }
   forward = {**constants, "has_sinks": has_sinks}
+  tiles = FORWARD_PARTS if in_parts else FORWARD
+  query_tiles = QUERY_GRADIENT_PARTS if in_parts else QUERY_GRADIENT
+  key_tiles = KEY_GRADIENT if width <= 192 else KEY_GRADIENT_WIDE
   queries = lambda blocks: (math.ceil(seq / blocks["block_m"]), batch * heads)
   keys = lambda blocks: (math.ceil(seq / blocks["block_n"]), batch * kv_heads)
   return (
-    Launch("attention", "attention_forward", forward, FORWARD, queries),
-    Launch("attention", "attention_key_gradient", constants, KEY_GRADIENT, keys),
-    Launch("attention", "attention_query_gradient", constants, QUERY_GRADIENT, queries),
+    Launch("attention", "attention_forward", forward, tiles, queries),
+    Launch("attention", "attention_key_gradient", constants, key_tiles, keys),
+    Launch("attention", "attention_query_gradient", constants, query_tiles, queries),
   )
 
 

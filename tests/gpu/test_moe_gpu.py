@@ -1,4 +1,4 @@
-"""Mixture of experts on a GPU: the fast grouped matmul against the reference, op and step."""
+"""Mixture of experts on a GPU: the fast grouped matmuls against the reference, op and step."""
 
 import functools
 
@@ -16,9 +16,10 @@ pytestmark = pytest.mark.gpu
 TOLERANCE = 2e-2
 
 
+@pytest.mark.parametrize("implementation", ["mosaic", "triton"])
 @pytest.mark.parametrize("scale, width", [(1, 256), (16, 1024)], ids=["tile", "tiles"])
 @pytest.mark.parametrize("sizes", [[100, 0, 300, 57, 1, 0, 500, 20], [1000, 0, 0, 0, 0, 0, 0, 24]])
-def test_grouped_matmul(sizes, scale, width):
+def test_grouped_matmul(sizes, scale, width, implementation):
   """One tile to a thread block, and several, which are stored while the next is multiplied."""
   keys, rows = jax.random.split(jax.random.key(0), 3), 1024 * scale
   sizes = [max(scale * size - scale // 16, 0) for size in sizes]
@@ -32,7 +33,7 @@ def test_grouped_matmul(sizes, scale, width):
     y, pullback = jax.vjp(lambda x, w: grouped_matmul(x, w, jnp.array(sizes), kernels), x, w)
     return y, *pullback(dy)
 
-  for got, want in zip(both("mosaic", x, w, dy), both("xla", x, w, dy), strict=True):
+  for got, want in zip(both(implementation, x, w, dy), both("xla", x, w, dy), strict=True):
     got, want = (np.asarray(a, np.float32) for a in (got, want))
     assert np.abs(got - want).max() <= TOLERANCE * np.abs(want).max()
 

@@ -117,7 +117,9 @@ def test_a_neighbouring_document_changes_no_bit(interpreted):
 
 
 def launches(width=128, v_width=128, soft_cap=None):
-  return plan.attention((4, 4096, 32, width), (4, 4096, 8, width), v_width, soft_cap, True)
+  return plan.attention(
+    (4, 4096, 32, width), (4, 4096, 8, width), v_width, soft_cap, True, in_parts=False
+  )
 
 
 ARRAYS = (

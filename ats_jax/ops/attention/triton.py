@@ -27,19 +27,26 @@ def flash_attention(
   soft_cap: float | None,
 ) -> jax.Array:
   """`ops.attention.causal.attention` of local arrays in bfloat16 or float16."""
-  del max_segments  # however many there are
   first_BT, last_BT = seen_runs(segment_ids_BT, window)
-  return _flash(q_BTNH, k_BTKH, v_BTKV, sinks_N, first_BT, last_BT, soft_cap)
+  launches = plan.attention(
+    q_BTNH.shape,
+    k_BTKH.shape,
+    v_BTKV.shape[-1],
+    soft_cap,
+    sinks_N is not None,
+    in_parts=max_segments > 1 or window is not None,
+  )
+  return _flash(q_BTNH, k_BTKH, v_BTKV, sinks_N, first_BT, last_BT, launches)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
-def _flash(q_BTNH, k_BTKH, v_BTKV, sinks_N, first_BT, last_BT, soft_cap):
-  return _flash_forward(q_BTNH, k_BTKH, v_BTKV, sinks_N, first_BT, last_BT, soft_cap)[0]
+def _flash(q_BTNH, k_BTKH, v_BTKV, sinks_N, first_BT, last_BT, launches):
+  return _flash_forward(q_BTNH, k_BTKH, v_BTKV, sinks_N, first_BT, last_BT, launches)[0]
 
 
-def _flash_forward(q_BTNH, k_BTKH, v_BTKV, sinks_N, first_BT, last_BT, soft_cap):
+def _flash_forward(q_BTNH, k_BTKH, v_BTKV, sinks_N, first_BT, last_BT, launches):
   batch, seq, heads, _ = q_BTNH.shape
-  launch, _, _ = _launches(q_BTNH, k_BTKH, v_BTKV, sinks_N, soft_cap)
+  launch, _, _ = launches
   sinks = jnp.zeros(heads) if sinks_N is None else sinks_N
   y_BTNV, lse_BNT = call(
     launch,
@@ -54,9 +61,9 @@ def _flash_forward(q_BTNH, k_BTKH, v_BTKV, sinks_N, first_BT, last_BT, soft_cap)
   return y_BTNV, (q_BTNH, k_BTKH, v_BTKV, sinks_N, first_BT, last_BT, y_BTNV, lse_BNT)
 
 
-def _flash_backward(soft_cap, saved, dy_BTNV):
+def _flash_backward(launches, saved, dy_BTNV):
   q_BTNH, k_BTKH, v_BTKV, sinks_N, first_BT, last_BT, y_BTNV, lse_BNT = saved
-  _, of_keys, of_queries = _launches(q_BTNH, k_BTKH, v_BTKV, sinks_N, soft_cap)
+  _, of_keys, of_queries = launches
   product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
   delta_BNT = product("BTNV,BTNV->BNT", y_BTNV, dy_BTNV)
   like = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype)
@@ -73,11 +80,6 @@ def _flash_backward(soft_cap, saved, dy_BTNV):
 
 
 _flash.defvjp(_flash_forward, _flash_backward)
-
-
-def _launches(q_BTNH, k_BTKH, v_BTKV, sinks_N, soft_cap):
-  has_sinks = sinks_N is not None
-  return plan.attention(q_BTNH.shape, k_BTKH.shape, v_BTKV.shape[-1], soft_cap, has_sinks)
 
 
 def seen_runs(segment_ids_BT: jax.Array, window: int | None) -> tuple[jax.Array, jax.Array]:
