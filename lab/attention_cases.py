@@ -57,7 +57,7 @@ def attention_case(
   return Case(
     "attention",
     f"B{batch} S{seq} {segments} segments {heads}/{kv_heads} x {head_dim}{extras}",
-    {},
+    {} if window is None else {"window": window},
     f,
     make,
     {
@@ -73,6 +73,9 @@ def real_cases() -> list[Case]:
   """Rows of one and of many documents, with sinks and with a window."""
   return [
     *[attention_case(4, 4096, n) for n in (1, 8, 16, 32)],
+    *[attention_case(4, 4096, n, head_dim=64) for n in (1, 8)],
+    attention_case(4, 4096, 1, 16, 4, 256),
+    attention_case(4, 4096, 1, 32, 32),
     *[attention_case(1, 16384, n) for n in (1, 8, 32)],
     attention_case(4, 4096, 8, with_sinks=True),
     attention_case(4, 4096, 1, with_sinks=True),

@@ -41,21 +41,13 @@ def _torch() -> Any:
 def torch_times(case: Case, pass_name: str) -> Iterator[tuple[str, float, int]]:
   """(name, seconds of a call, peak bytes beside the arguments) of each rival that exists."""
   torch = _torch()
-  extras = case.op == "attention" and ("window" in case.shape or "sinks" in case.shape)
-  if torch is None or case.op not in FUNCTIONS or extras:
+  if torch is None or case.op not in FUNCTIONS or "sinks" in case.shape:
     return
   torch._dynamo.reset()
   args = jax.tree.map(_to_torch, case.arguments(pass_name, 0))
-  packed = case.op == "attention" and " 1 segments" not in case.shape
-  if packed:
-    args = (*args[:4], _block_mask(args[4]), *args[5:])
-  value = FUNCTIONS[case.op](torch, case)
-  named = {"torch eager": value, "torch.compile": torch.compile(value, dynamic=False)}
-  for name, f in named.items():
-    if name == "torch eager" and packed:
-      continue  # it would hold seq x seq scores
+  for name, (f, inputs) in FUNCTIONS[case.op](torch, case, args).items():
     try:
-      yield name, *_timed(torch, _call(torch, f, args, case.passes[pass_name]))
+      yield name, *_timed(torch, _call(torch, f, inputs, case.passes[pass_name]))
     except RuntimeError as e:  # out of memory, or it does not compile: said, and on
       reason = str(e).strip().splitlines()
       logging.warning("%s %s %s %s: %s", case.op, case.shape, pass_name, name, reason[:1])
@@ -190,38 +182,56 @@ def _adamw(torch, case):
   return update
 
 
-def _attention(torch, case):
-  sdpa = torch.nn.functional.scaled_dot_product_attention
-
-  def causal(q, k, v, sinks, ids):
-    q, k, v = (a.transpose(1, 2) for a in (q, k, v))
-    return sdpa(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
-
+def _attention(torch, case, args):
+  """FlashAttention-2 where a row is one document, and FlexAttention, which is in Triton."""
+  ids = args[4]
+  nn = importlib.import_module("torch.nn.attention")
   flex = importlib.import_module("torch.nn.attention.flex_attention")
+  sdpa = torch.nn.functional.scaled_dot_product_attention
+  window = case.dims.get("window")
 
-  def packed(q, k, v, sinks, mask):
+  def flash(q, k, v, *rest):
+    q, k, v = (a.transpose(1, 2) for a in (q, k, v))
+    with nn.sdpa_kernel(nn.SDPBackend.FLASH_ATTENTION):
+      return sdpa(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+  def seen(b, h, q, k):
+    near = (q >= k) if window is None else (q >= k) & (q - k < window)
+    return near & (ids[b, q] == ids[b, k])
+
+  batch, seq = ids.shape
+  mask = flex.create_block_mask(seen, batch, None, seq, seq)
+
+  def flexible(q, k, v, *rest):
     q, k, v = (a.transpose(1, 2) for a in (q, k, v))
     return flex.flex_attention(q, k, v, block_mask=mask, enable_gqa=True).transpose(1, 2)
 
-  return causal if " 1 segments" in case.shape else packed
+  found = {"FlexAttention": (torch.compile(flexible, dynamic=False), args)}
+  if " 1 segments" in case.shape and window is None:
+    found["FlashAttention-2"] = flash, args
+  return found
 
 
-def _block_mask(ids):
-  flex = importlib.import_module("torch.nn.attention.flex_attention")
-  same = lambda b, h, q, k: (q >= k) & (ids[b, q] == ids[b, k])
-  batch, seq = ids.shape
-  return flex.create_block_mask(same, batch, None, seq, seq)
+def _both(of):
+  """A function of torch as it is, and compiled."""
+
+  def functions(torch, case, args):
+    value = of(torch, case)
+    compiled = torch.compile(value, dynamic=False)
+    return {"torch eager": (value, args), "torch.compile": (compiled, args)}
+
+  return functions
 
 
 FUNCTIONS = {
-  "swiglu": _swiglu,
-  "rms_norm": _rms_norm,
-  "rope": _rope,
-  "routing": _routing,
-  "sort_by_expert": _sort,
-  "take_rows": _take_rows,
-  "sum_rows": _sum_rows,
-  "linear_cross_entropy": _cross_entropy,
-  "adamw": _adamw,
+  "swiglu": _both(_swiglu),
+  "rms_norm": _both(_rms_norm),
+  "rope": _both(_rope),
+  "routing": _both(_routing),
+  "sort_by_expert": _both(_sort),
+  "take_rows": _both(_take_rows),
+  "sum_rows": _both(_sum_rows),
+  "linear_cross_entropy": _both(_cross_entropy),
+  "adamw": _both(_adamw),
   "attention": _attention,
 }
