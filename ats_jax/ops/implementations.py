@@ -124,8 +124,8 @@ OPS: dict[str, Op] = {
     Kernel(
       "triton",
       {"forward": triton.flash_attention},
-      default=(),
-      why="compiled for sm_80 to sm_120, run on no GPU yet",
+      default=("forward",),
+      why="1.0 to 1.3 times FlexAttention's speed on an H200",
       obstacle=requirements.triton_attention,
     ),
     Kernel(
@@ -170,13 +170,13 @@ OPS: dict[str, Op] = {
         "input_gradient": triton_slots.input_gradient,
         "weight_gradient": triton_slots.weight_gradient,
       },
-      default=(),
-      why="compiled for sm_86 and sm_90, run on no GPU yet",
+      default=("forward", "input_gradient", "weight_gradient"),
+      why="0.79 to 0.96 of the speed of mosaic on an H200, 1.3 to 1.6 times that of cuda",
       obstacle=requirements.triton,
     ),
     cuda_kernel(
       requirements.cuda_grouped_matmul,
-      "mosaic takes 0.51 to 0.71 of its time on an H200; elsewhere no step was timed with it",
+      "mosaic takes 0.51 to 0.71 of its time on an H200, triton 0.62 to 0.76",
       tiles={"block_n": (128, 256)},
       forward=grouped_matmul.grouped_matmul,
       input_gradient=grouped_matmul.grouped_matmul_dx,

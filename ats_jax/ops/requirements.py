@@ -133,8 +133,10 @@ def triton(cfg: Config, device: Device) -> str:
   Without Triton, programs that were made before will do; which ones a run needs is known only when
   it is traced.
   """
-  if obstacle := nvidia(device, "the kernel", "8.0") or bfloat16(cfg, "the kernel"):
+  if obstacle := nvidia(device, "the kernel", "8.0"):
     return obstacle
+  if (dtype := cfg.precision.compute_dtype) not in ("bfloat16", "float16"):
+    return f"the kernel needs bfloat16 or float16, precision.compute_dtype is {dtype}"
   if importlib.util.find_spec("triton") is None and not programs.are_kept(device.capability):
     return (
       "the kernel needs Triton, which is not installed, and no program for compute capability "
