@@ -65,17 +65,12 @@ class LoRA(nnx.Module):
     b = jnp.zeros((*lead, rank, *outs), wide, out_sharding=spec(*free, *axes))
     self.b = Param(b, axes=axes, role=Role.ADAPTER_OUT)
 
-  def __call__(self, x: jax.Array, y: jax.Array, layer: Linear) -> jax.Array:
-    """Add to `y`, the product of `x` with the weight of `layer`, that with the adapter."""
-    a, b = self.factors(x.dtype)
-    inner = ("rank",)
-    (h_BTR,) = linears(
-      x, [a], inputs=layer.inputs, outputs=[inner], stored=[self.a.axes], kernels=layer.kernels
-    )
+  def __call__(self, h_BTR: jax.Array, y: jax.Array, layer: Linear) -> jax.Array:
+    """Add to `y`, the product with the weight of `layer`, that of `h_BTR` with `b`."""
     (z,) = linears(
       h_BTR,
-      [b],
-      inputs=inner,
+      [self.factors(y.dtype)[1]],
+      inputs=("rank",),
       outputs=[layer.outputs],
       stored=[self.b.axes],
       kernels=layer.kernels,
@@ -128,10 +123,10 @@ class DoRA(LoRA):
     first = lengths(layer.weight[...], *self.factors(self.a.dtype))
     self.lengths = Param(first, axes=axes, role=Role.SCALAR)
 
-  def __call__(self, x: jax.Array, y: jax.Array, layer: Linear) -> jax.Array:
+  def __call__(self, h_BTR: jax.Array, y: jax.Array, layer: Linear) -> jax.Array:
     """As of `LoRA`, and bring the columns to their lengths."""
     stretch = self._stretch(layer.base())
-    return super().__call__(x, y, layer) * stretch.astype(y.dtype)
+    return super().__call__(h_BTR, y, layer) * stretch.astype(y.dtype)
 
   def merged(self, weight: jax.Array) -> jax.Array:
     """As of `LoRA`."""

@@ -4,6 +4,7 @@
 F d_ff.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -33,8 +34,14 @@ _ACTIVATION_AXIS = {
 class Adapter(Protocol):
   """What trains beside a frozen weight (`model.adapters` has the kinds)."""
 
-  def __call__(self, x: jax.Array, y: jax.Array, layer: "Linear", /) -> jax.Array:
-    """The output of a layer whose weight alone makes `y` of `x`."""
+  def __call__(self, h_BTR: jax.Array, y: jax.Array, layer: "Linear", /) -> jax.Array:
+    """The output of a layer whose weight alone makes `y`.
+
+    Args:
+      h_BTR: the layer's input times the first of `factors`.
+      y: the layer's input times its weight.
+      layer: whose adapter it is.
+    """
     ...
 
   def factors(self, dtype: jnp.dtype, /) -> tuple[jax.Array, ...]:
@@ -209,10 +216,27 @@ def project(x: jax.Array, layers: Sequence[Linear], *, fp8: bool = False) -> tup
     keep_gathered=first.keep_gathered,
     kernels=first.kernels,
   )
-  adapted = lambda y, layer: y if layer.adapter is None else layer.adapter(x, y, layer)
+  adapters = [layer.adapter for layer in layers if layer.adapter is not None]
+  narrow = iter(_narrow_products(x, adapters, first) if adapters else ())
+  adapted = lambda y, of: y if of.adapter is None else of.adapter(next(narrow), y, of)
   with_bias = lambda y, bias: y if bias is None else y + bias[...].astype(y.dtype)
   pairs = zip(results, layers, strict=True)
   return tuple(with_bias(adapted(y, layer), layer.bias) for y, layer in pairs)
+
+
+def _narrow_products(x: jax.Array, adapters: Sequence[Adapter], layer: Linear) -> list[jax.Array]:
+  """`x` times the first factor of each adapter, by one matmul, which reads `x` only once."""
+  factors = [adapter.factors(x.dtype)[0] for adapter in adapters]
+  ends = itertools.accumulate(a.shape[-1] for a in factors)
+  (h_BTR,) = linears(
+    x,
+    [jnp.concatenate(factors, axis=-1)],
+    inputs=layer.inputs,
+    outputs=[("rank",)],
+    stored=[adapters[0].axes[0]],
+    kernels=layer.kernels,
+  )
+  return jnp.split(h_BTR, list(ends)[:-1], axis=-1)
 
 
 def activation_axes(axes: Sequence[str]) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """Mixture of experts: a router, many small feed-forwards, and the dispatch of tokens to them.
 
 Letters: B batch, T seq, D d_model, F expert width, E experts on a device, K choices, M slots,
-C places of an expert in a row.
+C places of an expert in a row, R rank of an adapter.
 """
 
 import functools
@@ -22,7 +22,6 @@ from ats_jax.model.stats import MoEStats
 from ats_jax.ops.dispatch import place_in_bins, sum_rows, take_rows
 from ats_jax.ops.expert_exchange import ExpertCompute, run_experts
 from ats_jax.ops.grouped_matmul import add_by_group, grouped_matmuls
-from ats_jax.ops.registry import XLA
 from ats_jax.ops.remat import EXPERT_RESULTS
 from ats_jax.ops.swiglu import gated
 from ats_jax.sharding.apply import (
@@ -140,18 +139,14 @@ class MoE(nnx.Module):
 
 
 def _grouped_mlp(x_MD, sizes_E, weights, *, gating, kernels):
-  def times(x_MD, matrices, *, of_adapter=False):
-    # The kernels were chosen for the widths of the model: not for any rank of an adapter.
-    fits = not of_adapter or all(width % KERNEL_WIDTHS == 0 for width in matrices[0].shape[1:])
-    return grouped_matmuls(x_MD, matrices, sizes_E, kernels if fits else XLA)
-
+  times = lambda x_MD, matrices: grouped_matmuls(x_MD, matrices, sizes_E, kernels)
   plus = lambda y_MF, bias_EF: add_by_group(y_MF, bias_EF, sizes_E)
   return _mlp(x_MD, weights, times, plus, gating, kernels)
 
 
 def _batched_mlp(x_EMD, weights, *, gating, kernels):
   product = functools.partial(jnp.einsum, "EMD,EDF->EMF")
-  times = lambda x_EMD, matrices, of_adapter=False: tuple(product(x_EMD, w) for w in matrices)
+  times = lambda x_EMD, matrices: tuple(product(x_EMD, w) for w in matrices)
   plus = lambda y_EMF, bias_EF: y_EMF + bias_EF[:, None]
   return _mlp(x_EMD, weights, times, plus, gating, kernels)
 
@@ -180,10 +175,13 @@ def _products(x, layers, times):
   def adapted(y, factors):
     if not factors:
       return y
-    part = x
-    for factor in factors:
-      (part,) = times(part, (factor,), of_adapter=True)
-    return y + part
+    inner_EDR, outer_ERF = factors
+    # The kernels were chosen for the widths of the model: a rank is filled up to one of these.
+    missing = -outer_ERF.shape[1] % KERNEL_WIDTHS
+    inner_EDR = jnp.pad(inner_EDR, ((0, 0), (0, 0), (0, missing)))
+    outer_ERF = jnp.pad(outer_ERF, ((0, 0), (0, missing), (0, 0)))
+    (part,) = times(x, (inner_EDR,))
+    return y + times(part, (outer_ERF,))[0]
 
   return tuple(adapted(y, of[1:]) for y, of in zip(results, layers, strict=True))
 
