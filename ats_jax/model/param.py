@@ -69,6 +69,11 @@ class Param(nnx.Param):
     """How many dimensions count layers or experts: each of their entries is one tensor."""
     return _num_stacked(self)
 
+  @property
+  def num_values(self) -> int:
+    """The number of parameters."""
+    return math.prod(self.shape)
+
 
 def _num_stacked(v: Any) -> int:
   return v.ndim - len(v.axes) + (v.role in OF_EXPERTS and v.axes[0] == EXPERTS)
@@ -91,6 +96,11 @@ class Frozen(nnx.Variable):
   def num_stacked(self) -> int:
     """As of `Param`."""
     return _num_stacked(self)
+
+  @property
+  def num_values(self) -> int:
+    """As of `Param`."""
+    return math.prod(self.shape)
 
   def thawed(self) -> Param:
     """The parameter, which trains again."""
