@@ -133,6 +133,11 @@ def is_variable(x: Any) -> bool:
   return isinstance(x, nnx.Variable)
 
 
+def is_quantised(v: Any) -> bool:
+  """Whether a weight is stored as codes (`model.quantised`)."""
+  return jnp.issubdtype(v.dtype, jnp.integer)
+
+
 def role_name(v: Any) -> str:
   """The role of a parameter as settings name it (`config.schema.optimizer.ROLES`)."""
   return v.role.name.lower()

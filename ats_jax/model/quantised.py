@@ -151,9 +151,7 @@ class Quantised(nnx.Module):
     return self.packed(self.dtype).wide()[index]
 
   @staticmethod
-  def products(
-    multiply: Callable, x: jax.Array, layers: Sequence[Linear]
-  ) -> tuple[jax.Array, ...]:
+  def products(multiply: Callable, x: jax.Array, layers: Sequence[Linear]) -> tuple[jax.Array, ...]:
     """`multiply(x, weights, stored)` of the layers' weights and of their logical axes."""
     stored = [activation_axes(layer.weight.axes) for layer in layers]
     weights = [layer.weight.packed(x.dtype) for layer in layers]
