@@ -336,7 +336,7 @@ def facts(model: Any) -> dict[str, str]:
     stored = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(narrow))
     size = sum(weight.size for weight in narrow)
     result["quantised"] = (
-      f"{size:,} parameters as {narrow[0].name}, {8 * stored / size:.2f} bits each with their scales"
+      f"{size:,} parameters as {narrow[0].name}, {8 * stored / size:.2f} bits each with scales"
     )
   adapted = [layer.weight for layer in layers if layer.adapter is not None]
   if adapted:

@@ -84,7 +84,7 @@ class Quantised(nnx.Module):
       ensure_sharding(x, *free, *axes)
       for x, axes in zip(made, (self.axes, of_groups, of_columns)[: len(made)], strict=True)
     )
-    meta = dict(axes=self.axes, role=self.role, num_inputs=self.num_inputs)
+    meta: Any = dict(axes=self.axes, role=self.role, num_inputs=self.num_inputs)
     self.codes = Codes(codes, packed=format_.packed, **meta)
     self.scales = Buffer(scales, axes=of_groups)
     self.steps = Buffer(steps[0], axes=of_columns) if steps else None
@@ -220,7 +220,7 @@ def arriving(abstract: Any, tuned: Any) -> Any:
     if not isinstance(layer, Weight) or not isinstance(like.weight, Quantised):
       return layer
     to = like.weight
-    meta = dict(axes=to.axes, role=to.role, num_inputs=to.num_inputs)
+    meta: Any = dict(axes=to.axes, role=to.role, num_inputs=to.num_inputs)
     convert = jax.jit(lambda array: Quantised(to.name, Frozen(array.astype(to.dtype), **meta)))
     leaf = lambda x: Arriving(x.shape, x.dtype, x.sharding, convert)
     return _with_weight(layer, jax.tree.map(leaf, layer.weight))

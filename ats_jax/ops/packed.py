@@ -12,6 +12,7 @@ its own: in `int8` all inputs of an output, else consecutive ones along the last
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -79,8 +80,8 @@ def encode(
     # Rounded up: no entry is beyond the ends of the table.
     parts = jnp.clip(jnp.ceil(of_group / steps), 1, 255).astype(jnp.uint8)
     x = grouped / jnp.expand_dims(parts.astype(jnp.float32) * steps, dim)
-    between = [(a + b) / 2 for a, b in zip(NF4, NF4[1:], strict=False)]
-    codes = sum((x > middle).astype(jnp.int32) for middle in between)
+    between = [(a + b) / 2 for a, b in itertools.pairwise(NF4)]
+    codes = sum(((x > middle).astype(jnp.int32) for middle in between), jnp.int32(0))
     kept = (parts, steps)
   codes = _split(_join(codes, dim), dim, 2)
   low, high = (jax.lax.index_in_dim(codes, n, codes.ndim + dim, keepdims=False) for n in (0, 1))

@@ -184,7 +184,7 @@ class InitialWeights:
     if source.finetune.base_format:
       raise ValueError(
         f"--init_from={self.folder}: its base is quantised already "
-        f"(finetune.adapter.base={source.finetune.base_format}). Begin with the merged model, which "
+        f"(finetune.adapter.base={source.finetune.base_format}). Begin with the merged model that "
         "ats-jax bridge export writes, or with the base that it began with and --init_adapter."
       )
     file = self.folder / workdir.TOKENIZER
