@@ -93,15 +93,30 @@ def groups(targets: Mapping[str, jax.ShapeDtypeStruct]) -> Iterator[dict[str, An
 
 
 def put(leaves: list[Any], parts: Mapping[str, StoredArray], arrays: dict[str, jax.Array]) -> None:
-  """Write restored `arrays` into `leaves`, layers in place; empties `arrays`."""
+  """Write restored `arrays` into `leaves`, layers in place; empties `arrays`.
+
+  Where an abstract leaf has a function `convert`, its result is written, a tree of arrays.
+  """
   for name in list(arrays):
     part, array = parts[name], arrays.pop(name)
+    convert = getattr(part.leaf, "convert", None)
+    tree = array if convert is None else convert(array)
     if part.layer is None:
-      leaves[part.number] = array
+      leaves[part.number] = tree
       continue
-    if leaves[part.number] is None:
+    if leaves[part.number] is None and convert is None:
       leaves[part.number] = zeros(name, part.leaf)
-    leaves[part.number] = _put_layer(leaves[part.number], array, part.layer)
+    elif leaves[part.number] is None:
+      leaves[part.number] = jax.tree.map(functools.partial(_stack, part.leaf.shape[0]), tree)
+    put_layer = functools.partial(_put_layer, place=part.layer)
+    leaves[part.number] = jax.tree.map(put_layer, leaves[part.number], tree)
+
+
+def _stack(number: int, layer: jax.Array) -> jax.Array:
+  """Room for so many layers like the one given."""
+  mesh, spec = layer.sharding.mesh, layer.sharding.spec
+  sharding = jax.NamedSharding(mesh, jax.P(None, *spec))
+  return jnp.zeros((number, *layer.shape), layer.dtype, device=sharding)
 
 
 def zeros(name: str, leaf: Any) -> jax.Array:

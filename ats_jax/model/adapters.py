@@ -166,13 +166,17 @@ def fine_tuned(cfg: Config, model: Any, key: jax.Array) -> Any:
     ValueError: if a role, target or rank of the settings does not fit the model.
   """
   adapter = cfg.finetune.adapter
+  model = _frozen(cfg, model)
+  if cfg.finetune.base_format:
+    from ats_jax.model.quantised import quantised  # here: few runs have such a base
+
+    model = quantised(cfg.finetune.base_format, model)
   if isinstance(adapter, settings.LoRA):
     targets = _targets(adapter, model)
     make = jax.jit(lambda key, layers: _adapters(adapter, layers, key))
     made = dict(zip(targets, make(key, list(targets.values())), strict=True))
   else:
     made = {}
-  model = _frozen(cfg, model)
 
   def with_adapter(path: Any, layer: Any) -> Any:
     if path not in made:
@@ -241,12 +245,14 @@ def merged(model: Any) -> Any:
     value = Weight.value
     for _ in range(layer.weight.ndim - len(layer.weight.axes)):
       value = jax.vmap(value)
-    weight = value(layer) if layer.adapter is not None else layer.weight[...]
-    layer = jax.tree.map(lambda x: x, layer)
+    is_plain = layer.adapter is None and is_variable(layer.weight)
+    weight = layer.weight[...] if is_plain else value(layer)
+    layer, old = jax.tree.map(lambda x: x, layer), layer.weight
     layer.adapter = None
-    layer = jax.tree.map(one, layer, is_leaf=is_variable)
-    layer.weight[...] = weight
-    return layer
+    stacked = (None,) * (old.ndim - len(old.axes))
+    weight = ensure_sharding(weight, *stacked, *old.axes)
+    layer.weight = Param(weight, axes=old.axes, role=old.role, num_inputs=old.num_inputs)
+    return jax.tree.map(one, layer, is_leaf=is_variable)
 
   return jax.tree.map(one, model, is_leaf=_is_layer)
 
@@ -306,7 +312,7 @@ def _frozen(cfg: Config, model: Any) -> Any:
 def facts(model: Any) -> dict[str, str]:
   """What trains, what is frozen and what has an adapter, by role, for the log of a run."""
   variables = [v for v in jax.tree.leaves(model, is_leaf=is_variable) if is_variable(v)]
-  everything = sum(v.size for v in variables if isinstance(v, Param | Frozen))
+  everything = sum(v.num_values for v in variables if isinstance(v, Param | Frozen))
 
   def described(kind: type) -> str:
     of_kind = [v for v in variables if isinstance(v, kind)]
@@ -314,12 +320,19 @@ def facts(model: Any) -> dict[str, str]:
     for role in sorted({role_name(v) for v in of_kind}):
       of_role = [v for v in of_kind if role_name(v) == role]
       tensors = sum(math.prod(v.shape[: v.num_stacked]) for v in of_role)
-      size = sum(v.size for v in of_role)
+      size = sum(v.num_values for v in of_role)
       parts.append(f"{role} {tensors} tensors, {size:,} parameters ({size / everything:.2%})")
     return "; ".join(parts) or "nothing"
 
   result = {"trains": described(Param), "frozen": described(Frozen)}
   layers = [layer for _, _, layer in _candidates(model)]
+  narrow = [layer.weight for layer in layers if not is_variable(layer.weight)]
+  if narrow:
+    stored = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(narrow))
+    size = sum(weight.size for weight in narrow)
+    result["quantised"] = (
+      f"{size:,} parameters as {narrow[0].name}, {8 * stored / size:.2f} bits each with scales"
+    )
   adapted = [layer.weight for layer in layers if layer.adapter is not None]
   if adapted:
     size = sum(weight.size for weight in adapted)

@@ -102,7 +102,7 @@ def _count(cfg: Config, model: Any, seq_len: int, mod_share: float) -> Counts:
     active[part] += parameters * share
     if part != "embedding" or cfg.model.tie_embeddings:
       is_frozen = [v for v in weights_of(tree) if isinstance(v, Frozen)]
-      frozen += share * sum(math.prod(weight.shape) for weight in is_frozen)
+      frozen += share * sum(weight.num_values for weight in is_frozen)
 
   add("embedding", model.embed)
   add("head", model.head)
@@ -149,7 +149,7 @@ def window_share(window: int, seq_len: int) -> float:
 
 def size(tree: Any) -> int:
   """Count the parameters in a (possibly abstract) part of a model, without buffers."""
-  return sum(math.prod(weight.shape) for weight in weights_of(tree))
+  return sum(weight.num_values for weight in weights_of(tree))
 
 
 def _attention_parts(layer: Any) -> Iterator[tuple[str, Any]]:

@@ -6,7 +6,7 @@ F d_ff.
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ats_jax.config.schema import ModelConfig
 from ats_jax.model.numerics import Numerics
-from ats_jax.model.param import Role, normal, ones, residual_std, zeros
+from ats_jax.model.param import Role, is_variable, normal, ones, residual_std, zeros
 from ats_jax.ops.linear import linears
 from ats_jax.ops.remat import MLP_HIDDEN
 from ats_jax.ops.rms_norm import rms_norm
@@ -62,9 +62,11 @@ class Weight(nnx.Module):
   """One drawn weight; also the embedding table and the head, [vocab, d_model].
 
   Attributes:
+    weight: a parameter, or what stands for its array (`model.quantised`).
     adapter: trains beside the weight, which is frozen then; None = there is none.
   """
 
+  weight: Any
   adapter: Adapter | None = None
 
   def __init__(
@@ -175,9 +177,17 @@ class ExpertLinear(Weight):
     self.bias = zeros(shape, axes, num.stored(Role.BIAS), Role.BIAS) if bias else None
 
   def matrices(self, dtype: jnp.dtype) -> tuple[jax.Array, ...]:
-    """The weights, cast to `dtype`, and behind them the two factors that an adapter adds."""
+    """The weights, cast to `dtype`, and behind them the two factors that an adapter adds.
+
+    Of quantised weights there are several arrays, of which `of_device` makes one.
+    """
     factors = () if self.adapter is None else self.adapter.factors(dtype)
-    return self.base(dtype), *factors
+    weights = (self.base(dtype),) if is_variable(self.weight) else self.weight.arrays
+    return *weights, *factors
+
+  def of_device(self, matrices: tuple[jax.Array, ...], dtype: jnp.dtype) -> tuple[Any, ...]:
+    """Inside an island: the weights to multiply with in `dtype`, and an adapter's factors."""
+    return matrices if is_variable(self.weight) else self.weight.of_device(matrices, dtype)
 
   @property
   def axes(self) -> tuple[tuple[str, ...], ...]:
@@ -191,7 +201,8 @@ class ExpertLinear(Weight):
 
   @property
   def _kept(self) -> tuple[tuple[str, ...], ...]:
-    return self.weight.axes, *(() if self.adapter is None else self.adapter.axes)
+    weights = (self.weight.axes,) if is_variable(self.weight) else self.weight.arrays_axes
+    return *weights, *(() if self.adapter is None else self.adapter.axes)
 
 
 def project(x: jax.Array, layers: Sequence[Linear], *, fp8: bool = False) -> tuple[jax.Array, ...]:
@@ -206,16 +217,26 @@ def project(x: jax.Array, layers: Sequence[Linear], *, fp8: bool = False) -> tup
     [batch, seq, *outputs] for each layer, in the dtype of `x`.
   """
   first = layers[0]
-  results = linears(
-    x,
-    [layer.base(x.dtype) for layer in layers],
-    inputs=first.inputs,
-    outputs=[layer.outputs for layer in layers],
-    stored=[layer.weight.axes for layer in layers],
-    fp8=fp8,
-    keep_gathered=first.keep_gathered,
-    kernels=first.kernels,
-  )
+
+  def multiply(
+    x: jax.Array, weights: Sequence[jax.Array], stored: Sequence[tuple[str, ...]]
+  ) -> tuple[jax.Array, ...]:
+    return linears(
+      x,
+      weights,
+      inputs=first.inputs,
+      outputs=[layer.outputs for layer in layers],
+      stored=stored,
+      fp8=fp8,
+      keep_gathered=first.keep_gathered,
+      kernels=first.kernels,
+    )
+
+  if is_variable(first.weight):
+    weights = [layer.base(x.dtype) for layer in layers]
+    results = multiply(x, weights, [layer.weight.axes for layer in layers])
+  else:  # quantised, as all of them are
+    results = first.weight.products(multiply, x, layers)
   adapters = [layer.adapter for layer in layers if layer.adapter is not None]
   narrow = iter(_narrow_products(x, adapters, first) if adapters else ())
   adapted = lambda y, of: y if of.adapter is None else of.adapter(next(narrow), y, of)
@@ -239,7 +260,7 @@ def _narrow_products(x: jax.Array, adapters: Sequence[Adapter], layer: Linear) -
   return jnp.split(h_BTR, list(ends)[:-1], axis=-1)
 
 
-def activation_axes(axes: Sequence[str]) -> tuple[str, ...]:
+def activation_axes(axes: Sequence[Any]) -> tuple[Any, ...]:
   """Logical axes of a weight in a matmul: the axes that shard its storage only are replaced."""
   return tuple(_ACTIVATION_AXIS.get(axis, axis) for axis in axes)
 

@@ -83,6 +83,7 @@ class MoE(nnx.Module):
       rows, rest = args[:3], iter(args[3:])  # of the weights, which are behind the rows' routes
       gathered = lambda stored, used: gather_weight(next(rest), stored, used)
       whole = [tuple(map(gathered, layer.stored_axes, layer.axes)) for layer in layers]
+      whole = [layer.of_device(of, x_BTD.dtype) for layer, of in zip(layers, whole, strict=True)]
       return rows_through(*rows, *whole, *rest)
 
     y_BTD, dropped, overflow = island(
@@ -107,7 +108,7 @@ class MoE(nnx.Module):
 
   def _dropless(self, x_BTD, expert_BTK, weight_BTK, *weights):
     """On one device: compute all rows routed to its experts, with grouped matmuls."""
-    moe, kernels, num_local = self.cfg, self.num.kernels, weights[0][0].shape[0]
+    moe, kernels, num_local = self.cfg, self.num.kernels, len(jax.tree.leaves(weights[0])[0])
     compute = functools.partial(_grouped_mlp, gating=self.gating, kernels=kernels)
     groups = moe.num_groups, moe.top_groups
     experts = ExpertCompute(compute, num_local, moe.exchange.factor, kernels, *groups)
@@ -120,7 +121,7 @@ class MoE(nnx.Module):
     """On one device: compute C places of every expert and row, whether filled or not."""
     batch, seq, kernels = *x_BTD.shape[:2], self.num.kernels
     x_ND, expert_NK, weight_NK = (_flat(a) for a in (x_BTD, expert_BTK, weight_BTK))
-    num_local = weights[0][0].shape[0]
+    num_local = len(jax.tree.leaves(weights[0])[0])
     num_experts = num_local * num_shards("experts")
     places_C = expert_capacity(seq, self.cfg.top_k, self.cfg.capacity_factor, self.cfg.num_experts)
     row_N1 = jnp.repeat(jnp.arange(batch), seq)[:, None]
@@ -139,16 +140,30 @@ class MoE(nnx.Module):
 
 
 def _grouped_mlp(x_MD, sizes_E, weights, *, gating, kernels):
-  times = lambda x_MD, matrices: grouped_matmuls(x_MD, matrices, sizes_E, kernels)
+  product = functools.partial(_grouped, kernels=kernels)
+  times = lambda x_MD, matrices: _multiply(product, matrices, x_MD, sizes_E)
   plus = lambda y_MF, bias_EF: add_by_group(y_MF, bias_EF, sizes_E)
   return _mlp(x_MD, weights, times, plus, gating, kernels)
 
 
 def _batched_mlp(x_EMD, weights, *, gating, kernels):
-  product = functools.partial(jnp.einsum, "EMD,EDF->EMF")
-  times = lambda x_EMD, matrices: tuple(product(x_EMD, w) for w in matrices)
+  times = lambda x_EMD, matrices: _multiply(_batched, matrices, x_EMD)
   plus = lambda y_EMF, bias_EF: y_EMF + bias_EF[:, None]
   return _mlp(x_EMD, weights, times, plus, gating, kernels)
+
+
+def _grouped(matrices, x_MD, sizes_E, *, kernels):
+  return grouped_matmuls(x_MD, matrices, sizes_E, kernels)
+
+
+def _batched(matrices, x_EMD):
+  return tuple(jnp.einsum("EMD,EDF->EMF", x_EMD, matrix_EDF) for matrix_EDF in matrices)
+
+
+def _multiply(product, matrices, *args):
+  """`product(matrices, *args)`, of arrays or of what is packed (`ExpertLinear.of_device`)."""
+  first = matrices[0]
+  return (product if isinstance(first, jax.Array) else first.of(product))(matrices, *args)
 
 
 def _mlp(x, weights, times, plus, gating, kernels):

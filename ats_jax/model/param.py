@@ -69,6 +69,11 @@ class Param(nnx.Param):
     """How many dimensions count layers or experts: each of their entries is one tensor."""
     return _num_stacked(self)
 
+  @property
+  def num_values(self) -> int:
+    """The number of parameters."""
+    return math.prod(self.shape)
+
 
 def _num_stacked(v: Any) -> int:
   return v.ndim - len(v.axes) + (v.role in OF_EXPERTS and v.axes[0] == EXPERTS)
@@ -91,6 +96,11 @@ class Frozen(nnx.Variable):
   def num_stacked(self) -> int:
     """As of `Param`."""
     return _num_stacked(self)
+
+  @property
+  def num_values(self) -> int:
+    """As of `Param`."""
+    return math.prod(self.shape)
 
   def thawed(self) -> Param:
     """The parameter, which trains again."""
@@ -121,6 +131,11 @@ class Buffer(nnx.Variable):
 def is_variable(x: Any) -> bool:
   """Whether `x` is a parameter, frozen or not, or a buffer, not its array; for `is_leaf`."""
   return isinstance(x, nnx.Variable)
+
+
+def is_quantised(v: Any) -> bool:
+  """Whether a weight is stored as codes (`model.quantised`)."""
+  return jnp.issubdtype(v.dtype, jnp.integer)
 
 
 def role_name(v: Any) -> str:

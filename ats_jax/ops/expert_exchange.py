@@ -12,6 +12,7 @@ H hosts, C hosts of a token, P passes.
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -284,12 +285,17 @@ def _forward(run_pass, rows, passes, routing, *parts):
 def _backward(run_pass, rows, residuals, dy_ND):
   """Further passes are computed again, so that memory does not depend on how many there are."""
   pullback, passes, routing, parts = residuals
+  first, structure = jax.tree.flatten(pullback(dy_ND))
+  is_float = [jnp.issubdtype(x.dtype, jnp.inexact) for x in first]  # codes of weights are not
 
   def add(p, gradients):
     _, of_pass = _later_pass(run_pass, rows, p, routing, parts)
-    return jax.tree.map(jnp.add, gradients, of_pass(jax.lax.optimization_barrier((p, dy_ND))[1]))
+    more = jax.tree.leaves(of_pass(jax.lax.optimization_barrier((p, dy_ND))[1]))
+    return list(map(jnp.add, gradients, itertools.compress(more, is_float)))
 
-  return None, None, *jax.lax.fori_loop(1, passes, add, pullback(dy_ND))
+  summed = iter(jax.lax.fori_loop(1, passes, add, list(itertools.compress(first, is_float))))
+  gradients = [next(summed) if of else x for x, of in zip(first, is_float, strict=True)]
+  return None, None, *structure.unflatten(gradients)
 
 
 _sum_of_passes.defvjp(_forward, _backward)

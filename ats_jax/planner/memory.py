@@ -21,6 +21,7 @@ from ats_jax.model.param import (
   Param,
   Role,
   gradient_shards,
+  is_quantised,
   merge,
   params_of,
   trainable,
@@ -350,7 +351,8 @@ def _compute_weights(cfg: Config, model: Decoder) -> tuple[int, int]:
     if ways == 1 and param.dtype == dtype and not always:
       return 0
     shape = param.sharding.shard_shape(param.shape)
-    return math.prod(shape[param.ndim - len(param.axes) :]) * dtype.itemsize * ways
+    packed = param.num_values // param.size
+    return math.prod(shape[param.ndim - len(param.axes) :]) * packed * dtype.itemsize * ways
 
   table, *_ = weights_of(model.head or model.embed)
   whole = table.size // num_shards("vocab")
@@ -360,7 +362,8 @@ def _compute_weights(cfg: Config, model: Decoder) -> tuple[int, int]:
   again = num_shards("embed") > 1 and cfg.step.remat != "none" and not cfg.mesh.keep_gathered
   if not is_unrolled(cfg, "gpu") or again:
     return head + largest, largest
-  counts = lambda p: cfg.step.remat != "none" or p.role is not Role.EXPERT
+  # Codes are decoded anew for each pass, a layer at a time.
+  counts = lambda p: not is_quantised(p) and (cfg.step.remat != "none" or p.role is not Role.EXPERT)
   layers = sum(
     segment.repeats * sum(of_param(p, always=keeps) for p in weights_of(block) if counts(p))
     for segment, block in zip(model.layout, model.segments, strict=True)

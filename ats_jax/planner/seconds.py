@@ -14,7 +14,7 @@ from ats_jax.model.fp8 import fp8_layers
 from ats_jax.model.layer_kinds import layer_kinds
 from ats_jax.model.layers import activation_axes
 from ats_jax.model.layout import mod_tokens
-from ats_jax.model.param import Frozen, Param, Role, params_of, weights_of
+from ats_jax.model.param import Frozen, Param, Role, is_quantised, params_of, weights_of
 from ats_jax.ops.expert_exchange import host_capacity
 from ats_jax.planner.abstract import is_ring
 from ats_jax.planner.hardware import Hardware
@@ -166,7 +166,7 @@ def _fp8_share(cfg: Config, model: Decoder, active: float) -> float:
   if not any(in_8_bits):
     return 0.0
   matrices = [p for p in weights_of(model) if p.role is Role.MATRIX and p.ndim > len(p.axes)]
-  return sum(in_8_bits) / len(in_8_bits) * min(1.0, sum(p.size for p in matrices) / active)
+  return sum(in_8_bits) / len(in_8_bits) * min(1.0, sum(p.num_values for p in matrices) / active)
 
 
 def _stage_bytes(cfg: Config, model: Decoder, passes: float) -> float:
@@ -251,8 +251,8 @@ def _weights_and_gradients(
     stays = is_table and ways(weights - used) > 1
     if weights > used and not stays:
       kept = cfg.mesh.keep_gathered and of_layers
-      bytes_each = compute
-      if of_layers and param.role is Role.MATRIX:
+      bytes_each = itemsize if is_quantised(param) else compute
+      if of_layers and param.role is Role.MATRIX and not is_quantised(param):
         bytes_each -= (compute - 1) * sum(in_8_bits) / len(in_8_bits)
       times = (2 - kept + (staged and of_layers)) * passes
       sent["weights gathered", ways(weights - used), times] += whole * bytes_each

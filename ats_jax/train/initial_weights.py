@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -33,6 +33,7 @@ from ats_jax.config.schema import Config
 from ats_jax.data.tokens.file import has_same_ids, load_tokenizer
 from ats_jax.data.tokens.tokenizer import Tokenizer, build_tokenizer
 from ats_jax.model.decoder import Decoder
+from ats_jax.model.layers import Weight
 from ats_jax.model.layout import stacks
 from ats_jax.model.numerics import stored_dtype
 from ats_jax.model.param import is_variable
@@ -119,12 +120,20 @@ class InitialWeights:
     Raises:
       ValueError: if there are none, or they do not fit the run's model or tokenizer.
     """
-    abstract = abstract_like(program.abstract_base(), jax.sharding.get_mesh())
+    mesh = jax.sharding.get_mesh()
+    abstract = abstract_like(program.abstract_base(), mesh)
+    after = lambda model: model
+    as_read = after
+    if program.cfg.finetune.base_format:
+      from ats_jax.model import quantised  # here: few runs have such a base
+
+      tuned, after = program.init(abstract=True).model, quantised.arrived
+      as_read = functools.partial(quantised.arriving, tuned=tuned)
     if not is_model_folder(self.folder):
-      return self._of_run(abstract, program, tokenizer)
+      return self._of_run(abstract, program, tokenizer, as_read, after)
     check_tokenizer(self.folder, program.cfg, tokenizer)
     source = self.source
-    model = load_model(source, program.cfg, abstract)
+    model = after(load_model(source, program.cfg, as_read(abstract)))
     logging.info("the weights are those of %s in %s", source.family.name, self.folder)
     return model
 
@@ -154,9 +163,30 @@ class InitialWeights:
     ema = None if state.ema is None else read(state.ema)
     return dataclasses.replace(state, model=read(state.model), ema=ema)
 
-  def _of_run(self, like: Decoder, program: Program, tokenizer: Tokenizer) -> Decoder:
-    """The model of a checkpoint: the average of its weights, if that run kept one."""
+  def _of_run(
+    self,
+    like: Decoder,
+    program: Program,
+    tokenizer: Tokenizer,
+    as_read: Callable[[Any], Any],
+    after: Callable[[Any], Any],
+  ) -> Decoder:
+    """The model of a checkpoint: the average of its weights, if that run kept one.
+
+    Args:
+      like: the model as shapes, dtypes and shardings.
+      program: program of the run.
+      tokenizer: tokenizer of the run.
+      as_read: gives the shapes with which it is read.
+      after: makes the model of what was read so.
+    """
     source = workdir.load_config(self.folder)
+    if source.finetune.base_format:
+      raise ValueError(
+        f"--init_from={self.folder}: its base is quantised already "
+        f"(finetune.adapter.base={source.finetune.base_format}). Begin with the merged model that "
+        "ats-jax bridge export writes, or with the base that it began with and --init_adapter."
+      )
     file = self.folder / workdir.TOKENIZER
     if not has_same_ids(tokenizer, load_tokenizer(file)):
       raise ValueError(
@@ -175,7 +205,14 @@ class InitialWeights:
     chosen = int(self.step) if self.step.isdecimal() else self.step
     abstract = jax.tree.map(as_stored, like, is_leaf=is_variable)
     step, model, _ = restore_tree(
-      self.folder / workdir.CHECKPOINTS, abstract, chosen, part, stacks=stacks(program.cfg)
+      self.folder / workdir.CHECKPOINTS, as_read(abstract), chosen, part, stacks=stacks(program.cfg)
     )
     logging.info("the weights are those of step %d of %s", step, self.folder)
-    return jax.tree.map(lambda new, old: new.astype(old.dtype), model, like)
+
+    def cast(new: Any, old: Any) -> Any:
+      if isinstance(new, Weight) and not is_variable(new.weight):
+        return new
+      return jax.tree.map(lambda new, old: new.astype(old.dtype), new, old)
+
+    is_leaf = lambda x: isinstance(x, Weight) or is_variable(x)
+    return jax.tree.map(cast, after(model), like, is_leaf=is_leaf)

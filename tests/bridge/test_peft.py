@@ -11,11 +11,14 @@ from helpers import make_test_mesh, micro_batches
 
 from ats_jax.bridge import peft_folder
 from ats_jax.bridge.convert import load_model
+from ats_jax.bridge.family import match_weights, to_theirs, together
 from ats_jax.bridge.parity import our_logits
 from ats_jax.checkpoint import abstract_like
+from ats_jax.checkpoint.layout import named_arrays
 from ats_jax.config.build import resolve, with_settings
 from ats_jax.config.names import flatten
 from ats_jax.model.adapters import merged
+from ats_jax.model.layout import stacks
 from ats_jax.model.param import params_of
 from ats_jax.step.program import make_program
 
@@ -100,6 +103,23 @@ def base_of(source):
   return transformers.AutoModelForCausalLM.from_pretrained(source.folder, dtype=torch.float32)
 
 
+def base_with(source, program, model):
+  """Theirs, with the weights of ours, whose adapters are still zero."""
+  arrays = named_arrays(merged(model), stacks=stacks(program.cfg))
+  items = match_weights(source.family, {name: part.shape for name, part in arrays.items()})
+
+  def ours(item):
+    part = arrays[item.ours]
+    return np.asarray(part.leaf if part.layer is None else part.leaf[part.layer])
+
+  tensors = {k: v for group in together(items) for k, v in to_theirs(group, ours)}
+  base = base_of(source)
+  there = base.state_dict()
+  for name, tensor in tensors.items():
+    there[name].copy_(torch.tensor(np.ascontiguousarray(tensor)))
+  return base
+
+
 def write(program, source, state, folder):
   family = source.family.fitted(flatten(program.cfg))
   peft_folder.write(folder, program.cfg, family, state.model, base=str(source.folder))
@@ -136,6 +156,24 @@ def test_dense_training_is_that_of_peft(kind, cases, tmp_path):
     other = opened(source, OURS[kind])[1].model
     back = peft_folder.read(tmp_path / "theirs", program.cfg, family, other)
     assert_same_logits(program, back, theirs)
+
+
+@pytest.mark.parametrize(("kind", "base"), [("lora", "int8"), ("lora", "int4"), ("dora", "nf4")])
+def test_training_beside_codes_is_that_of_peft_on_what_they_mean(kind, base, cases, tmp_path):
+  source, _ = cases("qwen3")
+  settings = OURS[kind] | {"finetune.adapter.base": base}
+  with jax.set_mesh(make_test_mesh(1, 1, 1)):
+    program, state = opened(source, settings)
+    write(program, source, state, tmp_path / "first")
+    theirs = base_with(source, program, state.model)
+    plain = base_of(source).state_dict()
+    assert any(not torch.equal(x, plain[name]) for name, x in theirs.state_dict().items())
+    theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "first", is_trainable=True)
+    state, losses = our_losses(program, state)
+    want = their_losses(theirs, program.cfg)
+    assert want[-5] < want[0] - 0.01
+    np.testing.assert_allclose(losses, want, atol=1e-5, rtol=0)
+    assert_same_logits(program, merged(state.model), theirs)
 
 
 # Experts that are not square: their transposes would not fit, or give other logits.

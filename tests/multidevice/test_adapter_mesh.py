@@ -6,6 +6,7 @@ from equality import RTOL, run
 
 LORA = [("finetune.adapter.name", "lora"), ("finetune.adapter.rank", 3)]
 DORA = [("finetune.adapter.name", "dora"), ("finetune.adapter.rank", 3)]
+WIDE = [("model.d_ff", 128)]  # a device has whole groups of codes
 # kind of model, sizes and options of the mesh, settings
 ROWS = [
   ("dense", [("fsdp", 2), ("tensor", 2)], DORA),
@@ -14,6 +15,8 @@ ROWS = [
   ("latent", [("fsdp", 2), ("context", 2), ("copy_engines", True), ("step.scan_unroll", 2)], DORA),
   ("dense", [("data", 2), ("fsdp", 2), ("zero", 2), ("step.scan_unroll", 2)], LORA),
   ("dense", [("fsdp", 2), ("tensor", 2)], [("finetune.layers", "1")]),
+  ("dense", [("fsdp", 2), ("tensor", 2)], [*LORA, ("finetune.adapter.base", "nf4"), *WIDE]),
+  ("capacity", [("expert", 2), ("fsdp", 2)], [*LORA, ("finetune.adapter.base", "int4")]),
 ]
 
 

@@ -49,6 +49,12 @@ class LoRA(Adapter):
   train: tuple[str, ...] = setting(
     (), "roles of parameters that train themselves, beside the adapters, e.g. norm,router"
   )
+  base: str = setting(
+    "plain",
+    "how the frozen matrices of attention, mlp and experts are stored: plain = in "
+    "precision.param_dtype; int8, int4 or nf4 = quantised (arXiv:2305.14314)",
+    choices=("plain", "int8", "int4", "nf4"),
+  )
 
   @property
   def factor(self) -> float:
@@ -89,6 +95,12 @@ class FinetuneConfig:
   def is_on(self) -> bool:
     """Whether something of the model is frozen."""
     return bool(self.adapter.name != "none" or self.freeze or self.layers)
+
+  @property
+  def base_format(self) -> str:
+    """In what the frozen matrices are quantised; "" = in nothing."""
+    base = getattr(self.adapter, "base", "plain")
+    return "" if base == "plain" else base
 
   def tunes(self, layer: int) -> bool:
     """Whether a layer trains, or has adapters."""

@@ -10,6 +10,7 @@ from helpers import tiny_config
 
 from ats_jax.model.adapters import facts, merged
 from ats_jax.model.param import Frozen, is_variable, params_of, role_name
+from ats_jax.model.quantised import Codes
 from ats_jax.planner.memory import state_memory
 from ats_jax.step.program import make_program
 
@@ -85,6 +86,40 @@ def test_only_the_layers_asked_for_train():
   assert len(params) == 14 and {v.shape[0] for v in params} == {1}
 
 
+NF4 = LORA | {"finetune.adapter.base": "nf4"}
+
+
+@pytest.mark.parametrize(("kind", "settings"), [("dense", NF4 | DORA), ("experts", NF4)])
+def test_a_quantised_base_stays_and_is_merged_as_it_is_used(kind, settings):
+  cfg = canonical.config(kind, settings)
+  before, after = trained(cfg)
+  codes = [v for v in variables(after.model)[0] if isinstance(v, Codes)]
+  assert {v.dtype for v in codes} == {np.dtype("uint8")}
+  for old, new in zip(variables(before.model)[0], variables(after.model)[0], strict=True):
+    np.testing.assert_array_equal(old[...], new[...])
+  rows = {k: v[0] for k, v in canonical.rows(cfg).items()}
+  program = canonical.program(cfg)
+  with jax.set_mesh(canonical.mesh()):
+    score = lambda model: np.asarray(program.eval_step(model, rows, program.rules(1)))
+    np.testing.assert_allclose(score(merged(after.model)), score(after.model), rtol=1e-5)
+  plain = canonical.program(canonical.config(kind, LORA)).counts
+  assert (program.counts.parameters, program.counts.frozen) == (plain.parameters, plain.frozen)
+  assert " parameters as nf4, " in facts(after.model)["quantised"]
+
+
+@pytest.mark.parametrize("remat", ["none", "names"])
+def test_no_wide_copy_of_a_quantised_stack_is_kept(remat):
+  changes = {"model.d_ff": 96, "model.num_layers": 3, "step.scan_unroll": 1, "step.remat": remat}
+  cfg = canonical.config("dense", NF4 | changes)
+  program = canonical.program(cfg)
+  with jax.set_mesh(canonical.mesh()):
+    state = program.init(abstract=True)
+    lowered = program.train_step.lower(state, canonical.rows(cfg), program.training_rules(1))
+  # Of gate, up and down alone: a layer is wide, the stack is not.
+  text = lowered.compile().as_text()
+  assert re.search(r"f32\[(32,96|96,32)\]", text) and not re.search(r"f32\[3,(32,96|96,32)\]", text)
+
+
 def test_facts_tell_what_is_adapted():
   cfg = canonical.config("experts", LORA | {"finetune.adapter.targets": ("experts", "q")})
   found = facts(canonical.state(cfg).model)
@@ -98,6 +133,11 @@ WRONG = [
   ("dense", {"finetune.adapter.rank": 17}, "rank=17 is above the width 16 of segments/0/"),
   ("experts", {"finetune.adapter.name": "dora"}, "dora has no form for the experts"),
   ("dense", {"finetune.adapter.train": ("router",)}, "no parameters of the role 'router'"),
+  (
+    "dense",
+    {"finetune.adapter.train": ("matrix",), "finetune.adapter.base": "int8"},
+    "base=int8: no matrix is frozen",
+  ),
   ("dense", {"finetune.adapter.name": "none", "finetune.freeze": ("bias",)}, "the role 'bias'"),
   (
     "dense",

@@ -75,6 +75,24 @@ def test_an_export_for_peft_begins_another_run(runs):
     pass
 
 
+def test_a_quantised_base_is_read_a_layer_at_a_time_and_resumes_bit_for_bit(runs):
+  config, folder, _ = runs
+  made = config(**LORA, finetune__adapter__base="nf4")
+  state = train(made, folder / "narrow", InitialWeights.of(str(folder / "base")))
+  assert_same(train(made, folder / "narrow", resume_step=3), state)
+  printed_by("bridge", "export", f"--workdir={folder}/narrow", f"--folder={folder}/widened")
+  with load_run(folder / "base") as run:
+    abstract = abstract_like(run.program.abstract_base(), jax.sharding.get_mesh())
+    model = load_model(open_model_folder(folder / "widened"), run.program.cfg, abstract)
+    assert_same(model, merged(state.model))
+  twice = InitialWeights.of(str(folder / "narrow"))
+  with (
+    pytest.raises(ValueError, match=r"its base is quantised already .*=nf4"),
+    open_run(made, parse(folder / "twice"), initial=twice),
+  ):
+    pass
+
+
 def test_an_export_of_the_model_is_merged(runs):
   _, folder, state = runs
   out = folder / "merged"
