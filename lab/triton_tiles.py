@@ -107,9 +107,8 @@ def arrays(job: Job, rows: str) -> list[Any]:
     starts = torch.cat(ends).int().cuda()
     if job.launch.kernel == "weight_gradient":
       return [normal(tokens, d_in), normal(tokens, d_out), starts, normal(groups, d_in, d_out)]
-    transposed = job.launch.constants["transposed"]
-    x, y = normal(tokens, d_in), normal(tokens, d_out)
-    w = normal(groups, d_out, d_in) if transposed else normal(groups, d_in, d_out)
+    d_in, d_out = (job.launch.constants[name] for name in ("d_in", "d_out"))
+    x, w, y = normal(tokens, d_in), normal(groups, d_in, d_out), normal(tokens, d_out)
     return [x, w, x, w, starts, y]
   of = next(a for a in ATTENTION if f"{a[2]}/{a[3]} x {a[4]}/" in job.shape)
   batch, seq, heads, kv_heads, width, value = of
