@@ -97,7 +97,7 @@ class Chooser:
 
   def of_model(self) -> None:
     """What trains, and at which rate."""
-    if not (self.cfg.finetune.freeze or self.cfg.finetune.layers):
+    if not self.cfg.finetune.freeze:
       self.choose("adapters train in little memory", {"finetune.adapter.name": "lora"})
     cfg = self.cfg
     rate = min(1e-3, max(1e-4, 2e-4 * math.sqrt(4096 / cfg.model.d_model)))

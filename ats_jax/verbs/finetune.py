@@ -31,8 +31,9 @@ from ats_jax.config.names import flatten, to_dict
 from ats_jax.config.tree import updated
 from ats_jax.config.validate import check_given
 from ats_jax.data.chat.tokenizer import has_own_template
+from ats_jax.data.corpus.corpus import nothing_left
 from ats_jax.data.sources import open_data
-from ats_jax.data.splits import open_documents
+from ats_jax.data.splits import counts_of, open_documents
 from ats_jax.data.tokens.file import load_tokenizer
 from ats_jax.inference.load import load_run
 from ats_jax.metrics.memory import GIB, memory_metrics
@@ -127,10 +128,11 @@ def chooser_of(initial: InitialWeights, data: str) -> tuple[Chooser, int]:
     changed = {n: v for n, v in file.items() if n not in usual or v != usual[n]}
     changed = {n: v for n, v in changed.items() if n.partition(".")[0] not in SHAPE}
   weights = weights_of(initial)
-  values = updated(values, weights.settings | {"data.paths": tuple(data.split(","))})
-  chooser = Chooser(CONFIG.applied(updated(values, changed)), frozenset({*given, *changed}))
-  if chooser.nested["data"]["format"]["name"] == "text":
-    chooser.choose("--data holds conversations", {"data.format.name": "chat"})
+  settings = weights.settings | {"data.paths": tuple(data.split(",")), "data.format.name": "chat"}
+  if "finetune.freeze" not in {*given, *changed}:
+    settings["finetune.adapter.name"] = "lora"
+  values = updated(updated(values, settings), changed)  # kinds first: flags may say more of them
+  chooser = Chooser(CONFIG.applied(values), frozenset({*given, *changed}))
   chooser.choose(weights.why, {"data.format.template": weights.template})
   chooser.choose("a share by hash, whatever their order", {"data.validation_fraction": 0.1})
   return chooser, weights.positions
@@ -157,7 +159,7 @@ def _texts(cfg: Config) -> Texts:
   corpus = open_documents(cfg.data, 0.0).corpus
   lengths = np.asarray(corpus.length) + 1
   if not lengths.size:
-    raise ValueError(f"--data={_DATA.value} holds no conversation that can be read.")
+    raise ValueError(nothing_left(counts_of(corpus.report)))
   return Texts(len(lengths), int(lengths.sum()), int(lengths.max()))
 
 
