@@ -37,15 +37,20 @@ def start(
   *overrides: str,
   config: str = "configs/debug.py",
   launch: tuple[str, ...] = (),
+  verb: tuple[str, ...] = (),
   **env: str,
 ):
   """Start `python -m ats_jax.train`; stdout and stderr come line by line from `.stdout`.
 
-  With flags for it in `launch`, start `python -m ats_jax.cluster.launch`.
+  With flags for it in `launch`, start `python -m ats_jax.cluster.launch`; or another `verb`, with
+  its flags and no config.
   """
   flags = [f"--config.{o}" for o in overrides]
   module = ["ats_jax", "launch", "local", *launch] if launch else ["ats_jax.train"]
-  command = [sys.executable, "-m", *module, f"--config={config}", f"--workdir={workdir}"]
+  named = [f"--config={config}"]
+  if verb:
+    module, named = ["ats_jax", *verb], []
+  command = [sys.executable, "-m", *module, *named, f"--workdir={workdir}"]
   return subprocess.Popen(
     [*command, *flags],
     stdout=subprocess.PIPE,

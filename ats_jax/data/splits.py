@@ -188,7 +188,7 @@ def prepare(cfg: DataConfig, out: Path, options: TokeniseOptions) -> Opened:
   fraction = 0.0 if cfg.validation_paths else cfg.validation_fraction
   opened = open_documents(cfg, fraction, options._replace(copies_ids=True))
   if not len(opened.corpus):
-    raise ValueError(nothing_left(_counts(opened.corpus.report)))
+    raise ValueError(nothing_left(counts_of(opened.corpus.report)))
   made = prepared.Prepared(
     opened.corpus, opened.tokenizer, opened.split, opened.content, opened.sifted
   )
@@ -220,7 +220,7 @@ def open_datasets(
   train = row_order(cfg).rows(cfg, training_documents(cfg, opened, np.flatnonzero(~out)), seed)
   num_tokens, num_documents = train.info.num_tokens, train.info.num_documents
   if not num_documents:
-    raise ValueError(nothing_left(_counts(train.info.report)))
+    raise ValueError(nothing_left(counts_of(train.info.report)))
   if num_tokens < cfg.seq_len and split.block:
     logging.warning(
       "Without what is held out the text would be shorter than one row of data.seq_len=%d. "
@@ -280,7 +280,7 @@ def open_split(cfg: DataConfig, seed: int, paths: Sequence[str], tokenizer: Toke
   dataset = pack(cfg, seed, opened, np.arange(len(opened.corpus)), "all")
   if not dataset.info.num_documents:
     raise ValueError(
-      f"paths={','.join(paths)!r} holds no document: {_counts(dataset.info.report)}."
+      f"paths={','.join(paths)!r} holds no document: {counts_of(dataset.info.report)}."
     )
   return dataset
 
@@ -302,7 +302,8 @@ def _find(
   return files, content_fingerprint(files, root), passed_over
 
 
-def _counts(report: Mapping[str, Any]) -> str:
+def counts_of(report: Mapping[str, Any]) -> str:
+  """What was left out, of a corpus's report, with the first of it."""
   counts = {**report["malformed"], **report["skipped"], **report.get("filtered", {})}
   return (
     "; ".join([*(f"{n} {kind}" for kind, n in counts.items()), *report["first"]])

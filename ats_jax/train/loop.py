@@ -1,6 +1,7 @@
 """The training loop: read a batch, take a step, watch, evaluate, save; repeat."""
 
 import enum
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import jax
@@ -59,12 +60,16 @@ def train_to_end(
   folder: Path,
   initial: "InitialWeights | None" = None,
   resume_step: int | None = None,
+  begin: Callable[[Run], None] = lambda run: None,
 ) -> tuple[TrainState, End]:
-  """As `train`; also why it ended: DONE or STOPPED."""
+  """As `train`; also why it ended: DONE or STOPPED.
+
+  `begin` gets the open run before its first update.
+  """
   snapshots, end, state = open_snapshots(cfg), End.OTHER_SETTINGS, None
   while state is None:
     try:
-      state, end = stretch(cfg, folder, snapshots, initial, resume_step)
+      state, end = stretch(cfg, folder, snapshots, initial, resume_step, begin)
       resume_step = None  # the next stretch goes on
     except jax.errors.JaxRuntimeError as error:
       cfg = smaller_micro_batch(cfg, folder, error)
@@ -77,9 +82,12 @@ def stretch(
   snapshots: "Snapshots | None",
   initial: "InitialWeights | None",
   resume_step: int | None = None,
+  begin: Callable[[Run], None] = lambda run: None,
 ) -> tuple[TrainState | None, End]:
   """Open the run and train it; no state if it is to be opened again, with other settings."""
   with open_run(cfg, folder, snapshots, initial, resume_step) as run:
+    if run.step == 0:
+      begin(run)
     end = loop(run)
     if end is End.OTHER_SETTINGS:
       return None, end

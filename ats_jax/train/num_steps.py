@@ -1,12 +1,15 @@
 """The number of steps of a run whose config counts epochs, phases or a budget."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from ats_jax.config import Config
 from ats_jax.config.build import CHANGES, count_epochs, resolve
+from ats_jax.config.schema.mixture import check_rates
 from ats_jax.data.batch import POSITION
 from ats_jax.data.rows.contract import TrainRows
+from ats_jax.data.sources import mixture_phases
 
 
 def with_num_steps(
@@ -36,6 +39,28 @@ def with_num_steps(
     bounds = f"least_epochs={cfg.least_epochs:g}, most_epochs={cfg.most_epochs:g}"
     epochs, why = plan["budget"]["epochs"], f"{budget_reason(plan)}; {bounds}"
   return count_epochs(cfg, epochs, info.num_rows, done), why
+
+
+def with_phase_steps(cfg: Config, train_set: TrainRows) -> Config:
+  """`cfg` with phases in steps where it says epochs, for what happens as each begins.
+
+  Raises:
+    ValueError: for a warm-up that is longer than its phase.
+  """
+  if not any(phase.epochs for phase in cfg.data.phases[:-1]):
+    return cfg
+  sizes = {name: part.info.num_rows for name, part in train_set.info.parts.items()}
+  counted = mixture_phases(cfg.data, sizes)
+  phases = tuple(
+    dataclasses.replace(phase, epochs=0.0, steps=rows.rows // cfg.data.batch_size)
+    if phase.epochs
+    else phase
+    for phase, rows in zip(cfg.data.phases, counted, strict=True)
+  )
+  data = dataclasses.replace(cfg.data, phases=phases)
+  cfg = dataclasses.replace(cfg, data=data)
+  check_rates(cfg)
+  return cfg
 
 
 def rows_read(

@@ -44,7 +44,7 @@ from ats_jax.train import report
 from ats_jax.train.compiled import CompiledSteps, Key, PendingStep, begin_compiling
 from ats_jax.train.feed import train_feed
 from ats_jax.train.fields import sets_with_fields, with_fields
-from ats_jax.train.num_steps import rows_read, with_num_steps
+from ats_jax.train.num_steps import rows_read, with_num_steps, with_phase_steps
 from ats_jax.train.resize import DEVICES, resize_to_devices, with_smaller_micro_batch
 from ats_jax.train.run import FolderWatch, Run
 
@@ -126,6 +126,7 @@ def open_run(
     check_same_text(eval_sets, origin.extra.get(HELD_OUT, {}))
     cfg, length = with_num_steps(cfg, train_set, done)
     workdir.write_config(folder, cfg)
+    cfg = with_phase_steps(cfg, train_set)
     began_in = origin.extra.get(COMPUTE_DTYPE, "bfloat16") if origin.restore else ""
     cfg = with_compute_dtype(cfg, this_device(), began_in)
     cfg = with_changes(cfg, origin.extra.get(CHANGES, {}))

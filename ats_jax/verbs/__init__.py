@@ -26,6 +26,7 @@ class Verb(NamedTuple):
 
 VERBS = {
   "train": Verb("train", "train a model, or go on with a run"),
+  "finetune": Verb("train", "train a model on conversations, with settings chosen for it"),
   "launch": Verb("train", "train with several processes, here or on a cluster"),
   "evaluate": Verb("use", "loss of a trained run on held-out or other text"),
   "generate": Verb("use", "continue a text with a trained run"),

@@ -111,6 +111,11 @@ def main(argv: list[str]) -> int:
   with runtime.configured(cfg):
     job.join(cfg)
     _, end = train_to_end(cfg, folder, initial, _RESUME_STEP.value)
+  return code_of(end)
+
+
+def code_of(end: End) -> int:
+  """The exit code of a training that ended."""
   return exits.STOPPED if end is End.STOPPED else exits.DONE
 
 

@@ -173,19 +173,13 @@ def _check_weights(where: str, weights: Mapping[str, float], sources: Mapping[st
 
 
 def check_rates(cfg: Any) -> None:
-  """Refuse rates or moments by phases that there are not, or of unknown beginning."""
+  """Refuse rates or moments by phases that there are not."""
   data = cfg.data
   given, resets = has_rates(data), cfg.optimizer.phase_moments == "reset"
   if resets and len(data.phases) < 2:
     raise ValueError(
       "optimizer.phase_moments=reset, but data.phases has no second phase. Add one, or leave "
       "optimizer.phase_moments at keep."
-    )
-  if (given or resets) and any(phase.epochs for phase in data.phases[:-1]):
-    name = "a learning rate by phase" if given else "optimizer.phase_moments=reset"
-    raise ValueError(
-      f"{name} needs to know when each phase of data.phases begins, so their lengths must be in "
-      "steps or tokens. A phase in epochs can be the last one only."
     )
   for number, phase in enumerate(data.phases):
     if given and not phase.learning_rate:
@@ -198,7 +192,8 @@ def check_rates(cfg: Any) -> None:
         "learning_rate. Give each phase one, or use optimizer.warmup_steps."
       )
     steps = steps_of(phase, data.batch_size, data.seq_len, 0)
-    if number < len(data.phases) - 1 and phase.warmup_steps > steps:
+    is_known = number < len(data.phases) - 1 and not phase.epochs
+    if is_known and phase.warmup_steps > steps:
       raise ValueError(
         f"data.phases[{number}]: {phase.warmup_steps} steps of warm-up exceed a phase of {steps} "
         "steps. Shorten the warm-up, or lengthen the phase."

@@ -260,12 +260,32 @@ def _read(name: str) -> str:
     raise ValueError(f"data.format.template={name!r} cannot be read: {e}.") from e
 
 
+def has_own_template(tokenizer: str) -> bool:
+  """Whether a template stands beside a tokenizer.json, or is that of a run.
+
+  Raises:
+    ValueError: if a file cannot be read.
+  """
+  return _find_template(tokenizer) is not None
+
+
 def _own_template(tokenizer: str) -> str | Form:
   """The jinja text beside a tokenizer.json, or the form of a run's.
 
   Raises:
     ValueError: if there is none.
   """
+  template = _find_template(tokenizer)
+  if template is None:
+    raise ValueError(
+      f"data.format.template=tokenizer, but beside data.tokenizer={tokenizer!r} there is neither a "
+      "chat_template.jinja nor a tokenizer_config.json with a chat_template. Name a .jinja file, "
+      f"or one of {', '.join(TEMPLATES)}."
+    )
+  return template
+
+
+def _find_template(tokenizer: str) -> str | Form | None:
   path = paths.parse(tokenizer).expanduser()
   fields = _object(path)
   if fields.get("kind") == "chat":
@@ -275,13 +295,7 @@ def _own_template(tokenizer: str) -> str | Form:
   template = _object(path.parent / "tokenizer_config.json").get("chat_template")
   if isinstance(template, list):  # several by name
     template = {entry.get("name"): entry.get("template") for entry in template}.get("default")
-  if not isinstance(template, str):
-    raise ValueError(
-      f"data.format.template=tokenizer, but beside data.tokenizer={tokenizer!r} there is neither a "
-      "chat_template.jinja nor a tokenizer_config.json with a chat_template. Name a .jinja file, "
-      f"or one of {', '.join(TEMPLATES)}."
-    )
-  return template
+  return template if isinstance(template, str) else None
 
 
 def _object(path: paths.Path) -> dict[str, Any]:

@@ -126,15 +126,7 @@ def test_errors_name_the_setting():
       ),
       r"data.phases\[0\]: 6 steps of warm-up exceed a phase of 5 steps",
     ),
-    (
-      phases(Phase(WEB, epochs=5.0, learning_rate=1.0), Phase(CODE, learning_rate=1.0)),
-      "a learning rate by phase needs to know when each phase",
-    ),
     ({"optimizer.phase_moments": "reset"}, "phase_moments=reset does nothing with data.phases="),
-    (
-      {"optimizer.phase_moments": "reset", **phases(Phase(WEB, epochs=5.0), Phase(CODE))},
-      "optimizer.phase_moments=reset needs to know when each phase",
-    ),
   ]
   assert not wrongly_refused(lambda changes: build(**changes), cases)
   assert build(**{"data.temperature": 3.0}).data.temperature == 3.0

@@ -1,9 +1,12 @@
 """Each variant of configs/card.py fits the card that it is for, and its table says so."""
 
 import pytest
+from helpers import thorough_but
 
 from ats_jax.config import from_config_dict
 from ats_jax.config.file import load_file
+from ats_jax.metrics.memory import GIB
+from ats_jax.planner.describe import describe, planned_bytes
 from ats_jax.planner.hardware import TYPICAL
 from lab import hardware_tables
 from lab.hardware_tables import CARDS, STEPS, planned_card, records
@@ -23,6 +26,19 @@ def test_it_fits_with_room_to_spare(variant):
   assert plan.tokens_per_sec > 0
 
 
+FINETUNED = {"8gb": "RTX4060", "16gb": "RTX4080", "24gb": "RTX3090", "48gb": "A6000"} | {
+  "80gb": "A100", "141gb": "H200",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("variant", thorough_but(list(FINETUNED), 2))
+def test_fine_tuning_fits_too(variant):
+  cfg = from_config_dict(load_file(f"finetune:{variant}"))
+  used = planned_bytes(describe(cfg, 1)) / GIB
+  assert 0.4 * int(variant[:-2]) < used <= 0.92 * int(variant[:-2])
+  assert used < TYPICAL[FINETUNED[variant]].gib
+
+
 def test_what_was_compiled_fits_too():
   cards = {row["settings"].partition("card.py:")[2]: row for row in records(STEPS)}
   del cards[""]  # other configs
@@ -33,8 +49,9 @@ def test_what_was_compiled_fits_too():
 
 
 def test_a_card_is_named():
-  with pytest.raises(ValueError, match=r"unknown variant '32gb'\. Choose one of 6gb, 8gb"):
-    load_file("card:32gb")
+  for name, known in (("card", "6gb, 8gb"), ("finetune", "8gb, 16gb")):
+    with pytest.raises(ValueError, match=rf"unknown variant '32gb'\. Choose one of {known}"):
+      load_file(f"{name}:32gb")
   t4 = from_config_dict(load_file("card:t4"))
   assert t4.precision.compute_dtype == "float16"  # it has no bfloat16
 

@@ -66,13 +66,16 @@ def test_an_export_for_peft_begins_another_run(runs):
   initial = InitialWeights.of(str(folder / "base"), adapter=str(out))
   with open_run(config(**LORA), parse(folder / "again"), initial=initial) as run:
     assert_same(run.state.model, state.model)
-  other = config(**LORA | {"finetune__adapter__alpha": 3.0})
   wanted = "--config.finetune.adapter.alpha=32 --config.finetune.adapter.scale=lora"
-  with (
-    pytest.raises(ValueError, match=wanted),
-    open_run(other, parse(folder / "other"), initial=initial),
+  for changes, message in (
+    ({"finetune__adapter__alpha": 3.0}, wanted),
+    ({"finetune__adapter__targets": ("down",)}, "begin with the model that it belongs to"),
   ):
-    pass
+    with (
+      pytest.raises(ValueError, match=message),
+      open_run(config(**LORA | changes), parse(folder / message[:5]), initial=initial),
+    ):
+      pass
 
 
 def test_a_quantised_base_is_read_a_layer_at_a_time_and_resumes_bit_for_bit(runs):

@@ -66,6 +66,12 @@ def test_a_phase_is_as_if_it_had_been_there_whenever_the_run_stops(make, tmp_pat
   kept = logged(tmp_path / "kept", "train/loss")
   assert [losses[step] == kept[step] for step in losses] == [True] * 5 + [False]
 
+  # A phase in epochs is the same as one in the steps that they make.
+  sizes = {n: rows.info.num_rows for n, rows in open_data(make().data, 0)[0].info.parts.items()}
+  epochs = 63 / (sizes["web"] + sizes["code"])
+  counted = (Phase(Table(web=1, code=3), epochs=epochs), Phase(Table(talk=1)))
+  assert_same(train(make(data__phases=counted), tmp_path / "epochs"), state)
+
   # The rows name each source's loss, its tokens, and how often it has been read.
   rows = [row for row in read_jsonl(whole / "metrics.jsonl") if "train/loss" in row]
   for row in rows:

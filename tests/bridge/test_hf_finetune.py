@@ -1,0 +1,119 @@
+"""From a folder through `ats-jax finetune` and a merged export to the same answers elsewhere."""
+
+import json
+import os
+import re
+
+import hf_models
+import pytest
+import torch
+import transformers
+from commands import called
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+pytestmark = [pytest.mark.hf, pytest.mark.thorough, pytest.mark.filterwarnings("default")]
+
+SIZE = json.loads(os.environ.get("FINETUNE_SIZE", "{}"))  # of a run by hand
+CONVERSATIONS = int(os.environ.get("FINETUNE_CONVERSATIONS", "160"))
+MODEL = {"hidden_size": 96, "intermediate_size": 160, "max_position_embeddings": 160, **SIZE}
+TEMPLATE = (
+  "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+  "{% if m.role == 'assistant' %}{% generation %}{{ m.content + '<|im_end|>' }}"
+  "{% endgeneration %}{% else %}{{ m.content + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
+  "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+WORDS = (
+  "red green blue black white round flat long short warm cold old new wide thin deep".split()  # noqa: SIM905
+)
+
+
+def conversations(number):
+  for i in range(number):
+    first, second = WORDS[i % 16], WORDS[(i // 16 + 3 * i) % 16]
+    turns = [("user", f"Say {first} and {second}."), ("assistant", f"{first}, {second}!")]
+    yield {"messages": [{"role": role, "content": content} for role, content in turns]}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+  path = tmp_path_factory.mktemp("conversations") / "chats.jsonl"
+  path.write_text("".join(json.dumps(each) + "\n" for each in conversations(CONVERSATIONS)))
+  return path
+
+
+def save_tokenizer(folder, template):
+  inner = Tokenizer(models.BPE())
+  inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+  inner.decoder = decoders.ByteLevel()
+  alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+  inner.train_from_iterator(
+    [f"Say {' and '.join(WORDS)}. user assistant"] * 9,
+    trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False),
+  )
+  marks = ["<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>"]
+  inner.add_special_tokens([AddedToken(mark, special=True) for mark in marks])
+  tokenizer = transformers.Qwen2TokenizerFast(tokenizer_object=inner)
+  tokenizer.add_special_tokens(
+    {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>", "pad_token": "<|pad|>"}
+  )
+  tokenizer.chat_template = template
+  tokenizer.save_pretrained(folder)
+  return tokenizer
+
+
+def fields(folder, name, *keys):
+  values = json.loads((folder / name).read_text())
+  return {key: values.get(key) for key in keys}
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "mixtral"])
+def test_it_answers_elsewhere_as_here(kind, data, tmp_path):
+  base, run, out = (tmp_path / name for name in ("base", "run", "out"))
+  template = TEMPLATE if kind == "qwen3" else "{{ bos_token }}" + TEMPLATE
+  tokenizer = save_tokenizer(base, template)
+  ids = {name: getattr(tokenizer, name) for name in ("eos_token_id", "pad_token_id")}
+  model = hf_models.make(kind, vocab_size=len(tokenizer), **MODEL, **ids)
+  model.generation_config.update(**ids, temperature=0.5, do_sample=True)
+  hf_models.save(model, base)
+
+  done = called(
+    "finetune", f"--init_from={base}", f"--data={data}", f"--workdir={run}",
+    "--config.sample.max_tokens=24", "--config.num_epochs=5",
+  )  # fmt: skip
+  assert done.code == 0, done.err
+  losses = re.findall(r"held-out loss (?:before|after): ([\d.]+)", done.out)
+  before, after = map(float, losses)
+  print(f"{kind}: {model.num_parameters():,} parameters, held-out loss {before} -> {after}")
+  assert after < 0.8 * before
+  command = re.search(r"export the model: ats-jax (.+) --folder=", done.out)[1]
+  exported = called(*command.split(), f"--folder={out}")
+  assert exported.code == 0, exported.err
+
+  theirs, own = hf_models.load(out), transformers.AutoTokenizer.from_pretrained(out)
+  asked = json.loads((run / "samples" / "answers.json").read_text())
+  assert len(asked) == 3
+  records = [each["messages"] for each in conversations(CONVERSATIONS)]
+  for question in asked:
+    (turns,) = [t for t in records if t[0]["content"] in question["text"]][:1]
+    prompt = own.apply_chat_template(turns[:1], add_generation_prompt=True)["input_ids"]
+    # A row begins with a token in the place of bos, also where the template writes none.
+    begin = question["ids"][: len(question["ids"]) - len(prompt)]
+    assert begin + prompt == question["ids"] and len(begin) == (kind == "qwen3")
+    ids = torch.tensor([begin + prompt])
+    said = theirs.generate(
+      ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False
+    )
+    text = own.decode(said[0, ids.shape[1] :], skip_special_tokens=True)
+    assert text == question["after"]
+
+  before_it = transformers.AutoTokenizer.from_pretrained(base)
+  assert own.chat_template == template and own.__class__ is before_it.__class__
+  same = ("tokenizer_class", "eos_token", "pad_token")
+  assert fields(out, "tokenizer_config.json", *same) == fields(base, "tokenizer_config.json", *same)
+  same = ("max_position_embeddings", "model_type", "eos_token_id")
+  assert fields(out, "config.json", *same) == fields(base, "config.json", *same)
+  assert (out / "generation_config.json").read_text() == (
+    base / "generation_config.json"
+  ).read_text()
+  written = fields(out, "config.json", "torch_dtype", "dtype").values()
+  assert fields(base, "config.json", "dtype")["dtype"] in written
