@@ -6,7 +6,7 @@ Letters: B batch, T seq, P pairs of a row at most.
 import abc
 import dataclasses
 from collections.abc import Mapping
-from typing import ClassVar, NamedTuple, override
+from typing import Any, ClassVar, NamedTuple, override
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,9 @@ from ats_jax.step.objective import (
 )
 
 REFERENCE = "reference"  # a field of rows
+REFERENCE_FIELD = Field(
+  np.float32, "log-probability of a segment's answer by the reference, at its first position"
+)
 
 
 class Answers(NamedTuple):
@@ -79,8 +82,8 @@ def sums_of_answers(values_BT: jax.Array, segment_ids_BT: jax.Array, most: int) 
 
 
 @dataclasses.dataclass(frozen=True)
-class Preference(Objective):
-  """What losses of pairs share: rows of pairs, and a mean over them.
+class Pairs(Objective):
+  """What losses of two answers to each question share: rows of pairs, and a mean over them.
 
   Attributes:
     cfg: the resolved config.
@@ -102,10 +105,8 @@ class Preference(Objective):
     return jnp.sum(is_second, dtype=jnp.float32)
 
   @abc.abstractmethod
-  def of_pairs(
-    self, logprobs: Answers, lengths: Answers, batch: Batch
-  ) -> tuple[jax.Array, Answers]:
-    """Compute the losses of pairs, and the rating of each answer.
+  def summed(self, logprobs: Answers, lengths: Answers, batch: Batch) -> Any:
+    """Sum over pairs.
 
     Args:
       logprobs: sums of the log-probabilities of an answer's tokens, by their weights.
@@ -113,23 +114,17 @@ class Preference(Objective):
       batch: one micro-batch.
 
     Returns:
-      [batch, pairs] float32 losses, of which those of pairs that there are count; the ratings.
+      A tuple of float32 scalars with the fields `loss`, and `won`: pairs that are rated right.
     """
 
   def _sums(
     self, model: Decoder, batch: Batch, step: StepConfig, rules: Pass, key: jax.Array | None
-  ) -> tuple[PairSums, StackStats]:
+  ) -> tuple[Any, StackStats]:
     logprobs_BT, stats = target_logprobs(model, batch, step, rules, key)
     ids, mask, most = batch["segment_ids"], batch["loss_mask"], self.cfg.data.max_segments // 2
     logprobs = sums_of_answers(jnp.where(mask > 0, logprobs_BT * mask, 0.0), ids, most)
     lengths = sums_of_answers(mask, ids, most)
-    losses, ratings = self.of_pairs(logprobs, lengths, batch)
-    is_pair = lengths.rejected > 0
-    total = lambda x: jnp.sum(jnp.where(is_pair, x, 0.0))
-    sums = PairSums(
-      total(losses), total(ratings.gap > 0), total(ratings.chosen), total(ratings.rejected)
-    )
-    return sums, stats
+    return self.summed(logprobs, lengths, batch), stats
 
   @override
   def __call__(
@@ -145,6 +140,33 @@ class Preference(Objective):
   ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], StackStats]:
     sums, stats = self._sums(model, batch, step, rules, None)
     return (sums.loss, sums.won, self.items(batch)), stats
+
+
+class Preference(Pairs):
+  """What losses share that compare the two answers."""
+
+  @abc.abstractmethod
+  def of_pairs(
+    self, logprobs: Answers, lengths: Answers, batch: Batch
+  ) -> tuple[jax.Array, Answers]:
+    """Compute the losses of pairs, and the rating of each answer.
+
+    Args:
+      logprobs: sums of the log-probabilities of an answer's tokens, by their weights.
+      lengths: sums of these weights.
+      batch: one micro-batch.
+
+    Returns:
+      [batch, pairs] float32 losses, of which those of pairs that there are count; the ratings.
+    """
+
+  @override
+  def summed(self, logprobs: Answers, lengths: Answers, batch: Batch) -> PairSums:
+    losses, ratings = self.of_pairs(logprobs, lengths, batch)
+    total = lambda x: jnp.sum(jnp.where(lengths.rejected > 0, x, 0.0))
+    return PairSums(
+      total(losses), total(ratings.gap > 0), total(ratings.chosen), total(ratings.rejected)
+    )
 
   @override
   def means(self, sums: PairSums, totals: Totals) -> dict[str, jax.Array]:
@@ -164,8 +186,7 @@ class Dpo(Preference):
   @property
   @override
   def fields(self) -> Mapping[str, Field]:
-    meaning = "log-probability of a segment's answer by the reference, at its first position"
-    return {REFERENCE: Field(np.float32, meaning)}
+    return {REFERENCE: REFERENCE_FIELD}
 
   @override
   def of_pairs(

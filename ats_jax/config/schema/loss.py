@@ -32,15 +32,21 @@ class CrossEntropy(LossConfig):
 
 @dataclasses.dataclass(frozen=True)
 class Preference(LossConfig):
-  """Losses of pairs of answers, of which one is preferred."""
+  """Losses of pairs of answers, of which one is preferred.
+
+  Attributes:
+    FORMAT: the `data.format` of their rows.
+  """
+
+  FORMAT: ClassVar[str] = "preference"
 
   def check(self, cfg: Any) -> None:
     """Refuse rows without pairs, and settings of the loss of tokens."""
     what = f"step.loss={self.name}"
-    if cfg.data.format.name != "preference":
+    if cfg.data.format.name != self.FORMAT:
       raise ValueError(
-        f"{what} compares two answers, and data.format={cfg.data.format.name} has no pairs. Set "
-        "data.format=preference."
+        f"{what} learns from rows of another kind than data.format={cfg.data.format.name}. Set "
+        f"data.format={self.FORMAT}."
       )
     for name in ("z_loss", "label_smoothing"):
       if getattr(cfg.step, name):
@@ -104,3 +110,19 @@ class SimPoConfig(Preference):
   margin: float = setting(
     1.0, "by how much an answer is to be better (gamma in the paper)", low=0.0
   )
+
+
+@LOSSES.of_part("ats_jax.step.labelled:Kto")
+@dataclasses.dataclass(frozen=True)
+class KtoConfig(Preference):
+  """Kahneman-Tversky optimisation, of answers with labels (Ethayarajh et al., arXiv:2402.01306)."""
+
+  ROWS: ClassVar[str] = "ats_jax.train.labels:with_labels"
+  FORMAT: ClassVar[str] = "labelled"
+
+  name: str = LOSSES.tag("kto")
+  beta: float = setting(
+    0.1, "how strongly the model is held to the weights that it began with", low=1e-6
+  )
+  desirable: float = setting(1.0, "weight of the desirable answers", low=0.0)
+  undesirable: float = setting(1.0, "weight of the others", low=0.0)

@@ -91,6 +91,17 @@ def test_a_run_without_its_reference_does_not_go_on(whole, config, tmp_path):
     train(config(num_steps=14), folder)
 
 
+def test_labels_alone_teach_the_same(config, tmp_path):
+  """Each pair is two answers with a label, and the reference says nothing of a difference yet."""
+  changes = {"step__loss": "kto", "data__format": "labelled", "orchestrator__mode": "off"}
+  train(config(**changes), tmp_path)
+  loss, margin = logged(tmp_path, "train/loss"), logged(tmp_path, "preference/margin")
+  assert loss[1] == pytest.approx(0.5, abs=1e-6) and margin[1] == pytest.approx(0, abs=1e-6)
+  assert loss[12] < 0.45 and margin[12] > 0.3 and logged(tmp_path, "eval/accuracy")[12] > 0.8
+  shown = called("evaluate", f"--workdir={tmp_path}").out
+  assert f"eval/answers {logged(tmp_path, 'eval/answers')[12]:.6g}" in shown
+
+
 @pytest.mark.parametrize("loss", ["orpo", "simpo"])
 def test_losses_without_a_reference_learn_too(config, loss, tmp_path):
   train(config(step__loss=loss, orchestrator__mode="off"), tmp_path)
