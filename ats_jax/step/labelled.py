@@ -10,7 +10,7 @@ import numpy as np
 from ats_jax.config.schema.loss import KtoConfig
 from ats_jax.data.batch import Batch, Field
 from ats_jax.step.objective import Totals
-from ats_jax.step.preference import REFERENCE, REFERENCE_FIELD, Answers, Pairs, sums_of_answers
+from ats_jax.step.preference import REFERENCE, REFERENCE_FIELD, Answers, Pairs
 
 LABEL = "label"  # a field of rows
 
@@ -55,9 +55,8 @@ class Kto(Pairs):
   def summed(self, logprobs: Answers, lengths: Answers, batch: Batch) -> LabelledSums:
     cfg = self.cfg.step.loss
     assert isinstance(cfg, KtoConfig)
-    most, ids = lengths.chosen.shape[-1], batch["segment_ids"]
-    reference = sums_of_answers(batch[REFERENCE], ids, most)
-    label = sums_of_answers(batch[LABEL], ids, most).chosen
+    reference = self.of_answers(batch[REFERENCE], batch)
+    label = self.of_answers(batch[LABEL], batch).chosen
     is_pair = lengths.rejected > 0
     total = lambda x: jnp.sum(jnp.where(is_pair, x, 0.0))
     number = total(1.0)

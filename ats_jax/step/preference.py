@@ -56,12 +56,14 @@ class PairSums(NamedTuple):
     won: pairs whose preferred answer is rated higher.
     chosen: ratings of the preferred answers.
     rejected: ratings of the others.
+    margin: by how much those of the preferred ones are higher.
   """
 
   loss: jax.Array
   won: jax.Array
   chosen: jax.Array
   rejected: jax.Array
+  margin: jax.Array
 
 
 def sums_of_answers(values_BT: jax.Array, segment_ids_BT: jax.Array, most: int) -> Answers:
@@ -109,22 +111,31 @@ class Pairs(Objective):
     """Sum over pairs.
 
     Args:
-      logprobs: sums of the log-probabilities of an answer's tokens, by their weights.
-      lengths: sums of these weights.
+      logprobs: what `readings` says.
+      lengths: sums of the weights of an answer's tokens.
       batch: one micro-batch.
 
     Returns:
       A tuple of float32 scalars with the fields `loss`, and `won`: pairs that are rated right.
     """
 
+  def readings(
+    self, model: Decoder, batch: Batch, step: StepConfig, rules: Pass, key: jax.Array | None
+  ) -> tuple[Answers, StackStats]:
+    """What the model says of each answer: here the log-probability, by the weights of tokens."""
+    logprobs_BT, stats = target_logprobs(model, batch, step, rules, key)
+    mask = batch["loss_mask"]
+    return self.of_answers(jnp.where(mask > 0, logprobs_BT * mask, 0.0), batch), stats
+
+  def of_answers(self, values_BT: jax.Array, batch: Batch) -> Answers:
+    """`sums_of_answers` of a batch."""
+    return sums_of_answers(values_BT, batch["segment_ids"], self.cfg.data.max_segments // 2)
+
   def _sums(
     self, model: Decoder, batch: Batch, step: StepConfig, rules: Pass, key: jax.Array | None
   ) -> tuple[Any, StackStats]:
-    logprobs_BT, stats = target_logprobs(model, batch, step, rules, key)
-    ids, mask, most = batch["segment_ids"], batch["loss_mask"], self.cfg.data.max_segments // 2
-    logprobs = sums_of_answers(jnp.where(mask > 0, logprobs_BT * mask, 0.0), ids, most)
-    lengths = sums_of_answers(mask, ids, most)
-    return self.summed(logprobs, lengths, batch), stats
+    readings, stats = self.readings(model, batch, step, rules, key)
+    return self.summed(readings, self.of_answers(batch["loss_mask"], batch), batch), stats
 
   @override
   def __call__(
@@ -137,13 +148,16 @@ class Pairs(Objective):
   @override
   def score(
     self, model: Decoder, batch: Batch, step: StepConfig, rules: Pass
-  ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], StackStats]:
+  ) -> tuple[tuple[jax.Array, ...], StackStats]:
     sums, stats = self._sums(model, batch, step, rules, None)
-    return (sums.loss, sums.won, self.items(batch)), stats
+    further = (getattr(sums, name) for name in self.SCORES)
+    return (sums.loss, sums.won, self.items(batch), *further), stats
 
 
 class Preference(Pairs):
   """What losses share that compare the two answers."""
+
+  SCORES: ClassVar[tuple[str, ...]] = ("margin",)
 
   @abc.abstractmethod
   def of_pairs(
@@ -152,8 +166,8 @@ class Preference(Pairs):
     """Compute the losses of pairs, and the rating of each answer.
 
     Args:
-      logprobs: sums of the log-probabilities of an answer's tokens, by their weights.
-      lengths: sums of these weights.
+      logprobs: what `readings` says.
+      lengths: sums of the weights of an answer's tokens.
       batch: one micro-batch.
 
     Returns:
@@ -164,9 +178,8 @@ class Preference(Pairs):
   def summed(self, logprobs: Answers, lengths: Answers, batch: Batch) -> PairSums:
     losses, ratings = self.of_pairs(logprobs, lengths, batch)
     total = lambda x: jnp.sum(jnp.where(lengths.rejected > 0, x, 0.0))
-    return PairSums(
-      total(losses), total(ratings.gap > 0), total(ratings.chosen), total(ratings.rejected)
-    )
+    chosen, rejected = total(ratings.chosen), total(ratings.rejected)
+    return PairSums(total(losses), total(ratings.gap > 0), chosen, rejected, chosen - rejected)
 
   @override
   def means(self, sums: PairSums, totals: Totals) -> dict[str, jax.Array]:
@@ -176,7 +189,7 @@ class Preference(Pairs):
       "train/accuracy": of_pair(sums.won),
       "preference/chosen": of_pair(sums.chosen),
       "preference/rejected": of_pair(sums.rejected),
-      "preference/margin": of_pair(sums.chosen - sums.rejected),
+      "preference/margin": of_pair(sums.margin),
     }
 
 
@@ -194,8 +207,7 @@ class Dpo(Preference):
   ) -> tuple[jax.Array, Answers]:
     cfg = self.cfg.step.loss
     assert isinstance(cfg, DpoConfig)
-    most = logprobs.chosen.shape[-1]
-    reference = sums_of_answers(batch[REFERENCE], batch["segment_ids"], most)
+    reference = self.of_answers(batch[REFERENCE], batch)
     ratios = Answers(*(a - b for a, b in zip(logprobs, reference, strict=True)))
     if cfg.form != "sigmoid":
       ratios = ratios.per(lengths)

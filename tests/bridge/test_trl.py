@@ -8,6 +8,7 @@ os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 import datasets
 import hf_gate
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
@@ -19,7 +20,7 @@ from trl.experimental.cpo import CPOTrainer
 from trl.experimental.orpo import ORPOTrainer
 
 from ats_jax.config.build import with_settings
-from ats_jax.config.schema.loss import DpoConfig, KtoConfig, OrpoConfig, SimPoConfig
+from ats_jax.config.schema.loss import DpoConfig, KtoConfig, OrpoConfig, RewardConfig, SimPoConfig
 from ats_jax.extensions import losses
 from ats_jax.sharding.mesh import to_global
 from ats_jax.step.program import make_program
@@ -34,6 +35,7 @@ LOSSES = {
   "simpo": SimPoConfig(beta=2.0, margin=0.6),
   "orpo": OrpoConfig(odds_weight=0.4),
   "kto": KtoConfig(beta=0.3, desirable=1.5, undesirable=0.7),
+  "reward": RewardConfig(),
 }
 TOLERANCE = 1e-5  # of a loss; ours and theirs add in another order
 
@@ -61,6 +63,12 @@ def theirs_of(pairs):
   prompts = [prompt for prompt, _, _ in pairs]
   answers = [chosen for _, chosen, _ in pairs] + [rejected for _, _, rejected in pairs]
   return padded(answers, prompts * 2)
+
+
+def theirs_to_rate(pairs):
+  """The same without the last token, as ours reads them: nothing is behind it."""
+  cut = [(prompt, chosen[:-1], rejected[:-1]) for prompt, chosen, rejected in pairs]
+  return {name: x for name, x in theirs_of(cut).items() if name != "completion_mask"}
 
 
 def labelled(pairs):
@@ -108,6 +116,11 @@ def logprobs(model, batch):
   return (each * mask).sum(1), mask.sum(1)
 
 
+@torch.no_grad()
+def references_of(model, batches):
+  return [logprobs(model, theirs_of(pairs))[0].numpy() for pairs in batches]
+
+
 @pytest.fixture(scope="module")
 def source(cases):
   return cases("qwen3")[0]
@@ -138,18 +151,27 @@ def loss_of_trl(loss, model, tmp_path):
     tokenizer_object=tokenizers.Tokenizer(words), eos_token="2", pad_token="3", bos_token="1"
   )
   common = {"report_to": [], "use_cpu": True, "bf16": False, "gradient_checkpointing": False}
-  common |= {"output_dir": str(tmp_path), "beta": loss.beta}
+  common |= {"output_dir": str(tmp_path)}
+  some = lambda record: datasets.Dataset.from_list([record] * 2)
+  pair = {"prompt": "5", "chosen": "6", "rejected": "7"}
+  if isinstance(loss, RewardConfig):
+    args = trl.RewardConfig(**common)
+    trainer = trl.RewardTrainer(
+      model=model, args=args, train_dataset=some(pair), processing_class=tokenizer
+    )
+    model.config.pad_token_id = PAD  # by which it finds the last token
+    return lambda batch: trainer.compute_loss(model, batch)
+  common["beta"] = loss.beta
   if isinstance(loss, KtoConfig):
     weights = {"desirable_weight": loss.desirable, "undesirable_weight": loss.undesirable}
     args = trl.KTOConfig(**common, **weights, train_sampling_strategy="sequential")
     record, make = {"prompt": "5", "completion": "6", "label": True}, trl.KTOTrainer
   else:
     args = trl.DPOConfig(**common, loss_type=loss.form)
-    record, make = {"prompt": "5", "chosen": "6", "rejected": "7"}, trl.DPOTrainer
+    record, make = pair, trl.DPOTrainer
   before = transformers.AutoModelForCausalLM.from_pretrained(model.folder)
-  some = datasets.Dataset.from_list([record] * 2)
   trainer = make(
-    model=model, ref_model=before, args=args, train_dataset=some, processing_class=tokenizer
+    model=model, ref_model=before, args=args, train_dataset=some(record), processing_class=tokenizer
   )
   return lambda batch: trainer._compute_loss(model, batch, False)
 
@@ -159,14 +181,21 @@ def loss_of_trl(loss, model, tmp_path):
 )
 def test_fifty_updates_have_the_losses_of_trl(name, source, tmp_path, mesh):
   loss = LOSSES[name]
-  model = transformers.AutoModelForCausalLM.from_pretrained(source.folder, dtype=torch.float32)
+  kind, further = transformers.AutoModelForCausalLM, {}
+  if name == "reward":
+    kind = transformers.AutoModelForSequenceClassification
+    further = {"num_labels": 1}
+  model = kind.from_pretrained(source.folder, dtype=torch.float32, **further)
   model.folder = source.folder
   model.eval()  # no dropout
   batches, batch_of = draw(model.config.vocab_size), theirs_of
   if name == "kto":
     batches, batch_of = [labelled(pairs) for pairs in batches], theirs_of_labelled
-  with torch.no_grad():
-    references = [logprobs(model, theirs_of(pairs))[0].numpy() for pairs in batches]
+  if name == "reward":
+    batch_of, references = theirs_to_rate, [np.zeros(2 * PAIRS)] * STEPS
+    head = model.score.weight.detach().clone().numpy()
+  else:
+    references = references_of(model, batches)
   compute = loss_of_trl(loss, model, tmp_path)
   optimizer = torch.optim.AdamW(model.parameters(), RATE, (0.9, 0.95), 1e-8, weight_decay=0.0)
   want = []
@@ -196,6 +225,8 @@ def test_fifty_updates_have_the_losses_of_trl(name, source, tmp_path, mesh):
   )
   program = make_program(cfg, losses.find(loss.name)(cfg))
   state = program.init(model=hf_gate.imported(source, cfg))
+  if name == "reward":
+    state.model.head.weight[...] = jnp.asarray(head)
   got = []
   for pairs, reference in zip(batches, references, strict=True):
     batch = to_global(micro_batches(ours_of(pairs, reference), 1), jax.sharding.get_mesh())

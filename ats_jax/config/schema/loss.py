@@ -17,9 +17,11 @@ class LossConfig:
   Attributes:
     ROWS: "module:function" of what gives the rows of a run the fields that the loss needs beside
       those of the data, as `ats_jax.train.reference.with_reference`; "" = it needs none.
+    RATES: whether the model has a head that rates texts, in place of one that predicts tokens.
   """
 
   ROWS: ClassVar[str] = ""
+  RATES: ClassVar[bool] = False
 
   name: str = LOSSES.tag("cross_entropy")
 
@@ -110,6 +112,16 @@ class SimPoConfig(Preference):
   margin: float = setting(
     1.0, "by how much an answer is to be better (gamma in the paper)", low=0.0
   )
+
+
+@LOSSES.of_part("ats_jax.step.reward:Reward")
+@dataclasses.dataclass(frozen=True)
+class RewardConfig(Preference):
+  """A model that rates answers, of which pairs are compared (Bradley and Terry 1952)."""
+
+  RATES: ClassVar[bool] = True
+
+  name: str = LOSSES.tag("reward")
 
 
 @LOSSES.of_part("ats_jax.step.labelled:Kto")

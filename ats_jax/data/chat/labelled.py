@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from ats_jax.data.chat.conversation import (
   FIELDS,
+  LISTS,
   VERDICTS,
   Conversation,
   MalformedError,
@@ -85,7 +86,8 @@ def read_labelled(record: Mapping[str, Any]) -> Labelled | Pair:
   users = [number for number, m in enumerate(said.messages, 1) if m.role == "user"]
   if not users:
     raise MalformedError("no question", "no turn is of the role user")
-  return Labelled(answer_of(said, "the conversation", users[-1]), users[-1], bool(label))
+  name = next(name for name in (*LISTS, "completion", "output") if name in has)
+  return Labelled(answer_of(said, name, users[-1]), users[-1], bool(label))
 
 
 def with_others(

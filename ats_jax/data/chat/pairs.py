@@ -79,8 +79,8 @@ def read_pair(record: Mapping[str, Any]) -> Pair:
     raise MalformedError("no question", "the two answers have no turn before them in common")
   if shared == len(chosen.messages) == len(rejected.messages):
     raise MalformedError("equal answers", "chosen and rejected are the same")
-  answers = ((chosen, "field 'chosen'"), (rejected, "field 'rejected'"))
-  return Pair(*(answer_of(*each, shared) for each in answers), shared)
+  one, other = answer_of(chosen, "chosen", shared), answer_of(rejected, "rejected", shared)
+  return Pair(one, other, shared)
 
 
 def _asked(record: Mapping[str, Any]) -> list[Any]:
@@ -113,11 +113,13 @@ def answer_of(conversation: Conversation, name: str, shared: int) -> Conversatio
   """The conversation in which only what follows the first `shared` turns counts.
 
   Raises:
-    MalformedError: if the assistant says nothing there; `name` is what has that.
+    MalformedError: if the assistant says nothing there; `name` is of its field.
   """
   before, after = conversation.messages[:shared], conversation.messages[shared:]
   if not any(message.role == "assistant" for message in after):
-    raise MalformedError("no answer", f"{name} has no turn of the role assistant of its own")
+    raise MalformedError(
+      "no answer", f"field {name!r} has no turn of the role assistant of its own"
+    )
   quiet = tuple(message._replace(counts=False) for message in before)
   return conversation._replace(messages=quiet + after)
 

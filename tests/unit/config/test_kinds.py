@@ -21,7 +21,7 @@ from ats_jax.verbs import cli
 # What a kind cannot be without.
 NEEDED = {kind: {"model.rope_scaling.original_len": 64} for kind in ("llama3", "yarn")}
 NEEDED["schedule_free"] = {"optimizer.schedule": "constant"}
-NEEDED |= {kind: {"data.format": "preference"} for kind in ("dpo", "orpo", "simpo")}
+NEEDED |= {kind: {"data.format": "preference"} for kind in ("dpo", "orpo", "simpo", "reward")}
 NEEDED |= {"preference": {"step.loss": "dpo"}, "labelled": {"step.loss": "kto"}}
 NEEDED["kto"] = {"data.format": "labelled"}
 EVERY = [(path, kind) for path, kinds in KINDS.items() for kind in kinds]

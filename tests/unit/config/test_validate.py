@@ -37,6 +37,7 @@ BESIDE = {
   "dpo": {"data.format.name": "preference"},
   "orpo": {"data.format.name": "preference"},
   "simpo": {"data.format.name": "preference"},
+  "reward": {"data.format.name": "preference"},
   "labelled": {"step.loss.name": "kto"},
   "kto": {"data.format.name": "labelled"},
   "sigmoid": OF_PAIRS,

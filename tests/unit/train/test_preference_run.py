@@ -9,6 +9,8 @@ import pytest
 from commands import called
 from train_helpers import assert_same, configs, logged
 
+from ats_jax.bridge.safetensors_file import read_header
+from ats_jax.train.initial_weights import InitialWeights
 from ats_jax.train.loop import train
 from ats_jax.train.reference import FOLDER
 from ats_jax.train.run import Run
@@ -100,6 +102,25 @@ def test_labels_alone_teach_the_same(config, tmp_path):
   assert loss[12] < 0.45 and margin[12] > 0.3 and logged(tmp_path, "eval/accuracy")[12] > 0.8
   shown = called("evaluate", f"--workdir={tmp_path}").out
   assert f"eval/answers {logged(tmp_path, 'eval/answers')[12]:.6g}" in shown
+
+
+def test_a_model_that_rates(config, whole, tmp_path):
+  """Its head alone is new, beside the weights of another run, and it writes no text."""
+  initial = InitialWeights.of(str(whole[0]))
+  cfg = config(step__loss="reward", sample__max_tokens=4)
+  state = train(cfg, tmp_path / "run", initial)
+  assert not any((tmp_path / "run").glob("samples/*")) and state.model.head.weight.shape[0] == 1
+  held_out = logged(tmp_path / "run", "eval/margin")[12]
+  assert held_out > 0 and logged(tmp_path / "run", "eval/accuracy")[12] > 0.8
+  shown = called("evaluate", f"--workdir={tmp_path}/run").out
+  assert f"eval/margin {held_out:.6g}" in shown and "eval/accuracy" in shown
+  assert "rates texts and writes none" in called("generate", f"--workdir={tmp_path}/run").err
+  assert_same(train(cfg, tmp_path / "run", resume_step=8), state)
+  called("bridge", "export", f"--workdir={tmp_path}/run", f"--folder={tmp_path}/out")
+  fields = json.loads((tmp_path / "out" / "config.json").read_text())
+  assert fields["architectures"] == ["LlamaForSequenceClassification"]
+  tensors = read_header(tmp_path / "out" / "model.safetensors")
+  assert "score.weight" in tensors and "lm_head.weight" not in tensors
 
 
 @pytest.mark.parametrize("loss", ["orpo", "simpo"])
