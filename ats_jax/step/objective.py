@@ -213,7 +213,14 @@ def loss_sums(
     The sums, and the statistics of the sparse layers.
   """
   x_BTD, stats = final_activations(model, batch, rules, key)
-  sums = linear_cross_entropy(
+  return sums_at_head(model, x_BTD, batch, cfg, per_token=per_token), stats
+
+
+def sums_at_head(
+  model: Decoder, x_BTD: jax.Array, batch: Batch, cfg: StepConfig, *, per_token: bool = False
+) -> LossSums:
+  """The sums of `loss_sums`, of what the head reads."""
+  return linear_cross_entropy(
     x_BTD,
     model.head_weights(),
     batch["targets"],
@@ -225,7 +232,6 @@ def loss_sums(
     model.cfg.logit_soft_cap,
     per_token,
   )
-  return sums, stats
 
 
 def target_logprobs(

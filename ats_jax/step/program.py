@@ -258,7 +258,9 @@ def abstract_batch(
   """A batch of a shape, with the fields that an objective adds."""
   fields = FIELDS | dict(objective.fields if objective is not None else {})
   return {
-    name: jax.ShapeDtypeStruct(shape, field.dtype, sharding=sharding)
+    name: jax.ShapeDtypeStruct(
+      (*shape[:-1], shape[-1] * field.each), field.dtype, sharding=sharding
+    )
     for name, field in fields.items()
   }
 
