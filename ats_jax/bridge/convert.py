@@ -26,7 +26,7 @@ from ats_jax.config.build import resolve, with_settings
 from ats_jax.config.schema import Config
 from ats_jax.data.tokens.file import has_same_ids, save_tokenizer
 from ats_jax.data.tokens.tokenizer import Tokenizer, build_tokenizer
-from ats_jax.model.decoder import Decoder
+from ats_jax.model.decoder import Decoder, with_head
 from ats_jax.model.layout import stacks
 from ats_jax.model.numerics import numerics
 from ats_jax.sharding.mesh import make_mesh, on_mesh
@@ -110,7 +110,7 @@ def abstract_parts(cfg: Config) -> dict[str, layout.StoredArray]:
   """The arrays of a resolved config's model by name, as shapes; no device is used."""
   with on_mesh(cfg, make_mesh(cfg)):
     num = numerics(cfg)
-    build = lambda key: Decoder(cfg, num, nnx.Rngs(params=key))
+    build = lambda key: with_head(cfg, num, Decoder(cfg, num, nnx.Rngs(params=key)), key)
     model = jax.eval_shape(build, jax.eval_shape(lambda: jax.random.key(0)))
   return layout.named_arrays(model, stacks=stacks(cfg))
 

@@ -180,6 +180,8 @@ def export(
   companions = source / COMPANIONS
   theirs = imported_fields(companions)
   table = choose_family(cfg, family, theirs.get("model_type", "")).fitted(flatten(cfg))
+  if cfg.step.loss.RATES:
+    table = table.rating()
   if cfg.mod.routing != "none" and chosen < cfg.mod.anneal_fraction * cfg.num_steps:
     raise ValueError(
       f"at step {chosen} mod.capacity still falls (mod.anneal_fraction). Export a later step."
@@ -207,6 +209,7 @@ def export(
     "eos_token_id": tokenizer.eos_id,
     "pad_token_id": tokenizer.pad_id,
     **table.write_again(cfg, theirs),
+    **({"id2label": {"0": "reward"}, "label2id": {"reward": 0}} if cfg.step.loss.RATES else {}),
     "torch_dtype": str(stored),
   }
   workdir.write_json(paths.parse(unfinished / CONFIG), fields)

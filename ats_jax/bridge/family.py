@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ats_jax.bridge.transforms import Interleaved, Shape, Transform, in_order
+from ats_jax.bridge.transforms import SAME, Interleaved, Shape, Transform, in_order
 from ats_jax.config.names import all_settings, default_of, flatten, settings
 from ats_jax.config.schema import Config
 from ats_jax.model.layer_kinds import layer_kinds
@@ -296,6 +296,7 @@ class Family:
     files: returns further files of an export, by name.
     empty: shapes of tensors without elements that `transformers` looks for, by name, for our
       settings.
+    rates: whether `transformers` has a class of it that rates texts.
   """
 
   name: str
@@ -309,6 +310,7 @@ class Family:
   aside: Callable[[Values], str] = lambda _: ""
   files: Callable[[], Mapping[str, str]] = lambda: {}
   empty: Callable[[Values], Mapping[str, Shape]] = lambda _: {}
+  rates: bool = True
 
   @property
   def carried(self) -> frozenset[str]:
@@ -319,6 +321,24 @@ class Family:
     """This family with all rows for a model of these settings, by dotted name."""
     return dataclasses.replace(
       self, rows=(*self.rows, *self.fitted_rows(settings)), fitted_rows=lambda _: ()
+    )
+
+  def rating(self) -> "Family":
+    """This family with the head of a model that rates texts.
+
+    Raises:
+      ValueError: if `transformers` has no such class.
+    """
+    if not self.rates:
+      raise ValueError(
+        f"{self.name} models of transformers predict tokens only, and this run has step.loss="
+        "reward, whose model rates texts."
+      )
+    rows = (row for row in self.rows if row.ours != "head")
+    return dataclasses.replace(
+      self,
+      architecture=self.architecture.replace("ForCausalLM", "ForSequenceClassification"),
+      rows=(*rows, WeightRow("head", "score.weight", SAME)),
     )
 
   def read(self, theirs: Values, ignored: Collection[str] = ()) -> dict[str, Any]:

@@ -14,10 +14,17 @@ Batch = Mapping[str, Any]  # of numpy arrays on the host, of jax arrays on the m
 
 
 class Field(NamedTuple):
-  """One array of a batch."""
+  """One array of a batch.
+
+  Attributes:
+    dtype: of its elements.
+    meaning: in words.
+    each: how many elements a position has, one behind the other in the last dimension.
+  """
 
   dtype: type[np.generic]
   meaning: str
+  each: int = 1
 
 
 FIELDS = {

@@ -59,6 +59,8 @@ def generate_tokens(
   seed: int,
 ) -> Iterator[int]:
   """Yield the ids that continue `prompt`, up to and without the one that ends them."""
+  if not model.predicts:
+    raise ValueError("generate: this model rates texts and writes none. `evaluate` takes it.")
   ids = _prompt_ids(tokenizer, prompt)
   # Lengths are rounded up so that prompts of similar length share a compiled program.
   padded = max(16, 1 << (len(ids) - 1).bit_length())

@@ -236,6 +236,11 @@ class Decoder(nnx.Module):
     layer = self.embed if self.head is None else self.head
     return layer.value(self.num.compute_dtype)
 
+  @property
+  def predicts(self) -> bool:
+    """Whether it predicts tokens: one that rates texts has another head."""
+    return self.head is None or "vocab" in self.head.weight.axes
+
   def logits(self, x_BTD: jax.Array) -> jax.Array:
     """Scores [batch, seq, vocab] in float32; training uses ops.cross_entropy instead."""
     logits_BTV = einsum(
@@ -256,3 +261,12 @@ class Decoder(nnx.Module):
     if not self.cfg.scale_embeddings:
       return x_BTD
     return x_BTD * jnp.asarray(self.cfg.d_model**0.5, x_BTD.dtype)
+
+
+def with_head(cfg: Config, num: Numerics, model: Any, key: jax.Array) -> Any:
+  """The model with the head that its loss needs, which is drawn from `key` if it is a new one."""
+  if not cfg.step.loss.RATES:
+    return model
+  from ats_jax.model.rating import with_rating_head
+
+  return with_rating_head(cfg, num, model, key)

@@ -20,6 +20,7 @@ class Purpose(enum.IntEnum):
   ATTENTION_DROPOUT = 6  # of a pass
   MLP_DROPOUT = 7  # of a pass
   ADAPTERS = 8  # their first values
+  RATING = 9  # the head of a model that rates
 
 
 def fold(key: jax.Array, purpose: Purpose, *numbers: jax.Array | int) -> jax.Array:

@@ -44,6 +44,7 @@ _DEFAULT: ShardingRules = {
   "expert_embed": ("fsdp", "context"),
   "router": None,  # experts as columns of the router
   "rank": None,  # of an adapter
+  "rating": None,  # the one row of a head that rates
 }
 
 _DATA_PARALLEL: ShardingRules = {

@@ -83,9 +83,11 @@ class Objective(Protocol):
 
   Attributes:
     ITEMS: what the loss is a mean over, as the name of a metric.
+    SCORES: names of what `score` sums beside losses and right ones, for metrics.
   """
 
   ITEMS: ClassVar[str] = "tokens"
+  SCORES: ClassVar[tuple[str, ...]] = ()
 
   @property
   def fields(self) -> Mapping[str, Field]:
@@ -112,10 +114,10 @@ class Objective(Protocol):
 
   def score(
     self, model: Decoder, batch: Batch, step: StepConfig, rules: Pass
-  ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], StackStats]:
+  ) -> tuple[tuple[jax.Array, ...], StackStats]:
     """Score held-out rows [batch, seq]: sums over items of losses and of right ones, and the items.
 
-    The statistics of the sparse layers are the second result.
+    Then follow sums of `SCORES`. The statistics of the sparse layers are the second result.
     """
     sums, stats = loss_sums(model, batch, step, rules)
     return (sums.cross_entropy, sums.correct, jnp.sum(batch["loss_mask"])), stats
@@ -210,8 +212,15 @@ def loss_sums(
   Returns:
     The sums, and the statistics of the sparse layers.
   """
-  x_BTD, stats = _final_activations(model, batch, rules, key)
-  sums = linear_cross_entropy(
+  x_BTD, stats = final_activations(model, batch, rules, key)
+  return sums_at_head(model, x_BTD, batch, cfg, per_token=per_token), stats
+
+
+def sums_at_head(
+  model: Decoder, x_BTD: jax.Array, batch: Batch, cfg: StepConfig, *, per_token: bool = False
+) -> LossSums:
+  """The sums of `loss_sums`, of what the head reads."""
+  return linear_cross_entropy(
     x_BTD,
     model.head_weights(),
     batch["targets"],
@@ -223,7 +232,6 @@ def loss_sums(
     model.cfg.logit_soft_cap,
     per_token,
   )
-  return sums, stats
 
 
 def target_logprobs(
@@ -234,15 +242,16 @@ def target_logprobs(
   The arguments are those of `loss_sums`; of `cfg` only loss_chunk_tokens is read. Also returns the
   statistics of the sparse layers.
   """
-  x_BTD, stats = _final_activations(model, batch, rules, key)
+  x_BTD, stats = final_activations(model, batch, rules, key)
   how = cfg.loss_chunk_tokens, model.num.kernels, model.cfg.logit_soft_cap
   logprobs_BT = token_logprobs(x_BTD, model.head_weights(), batch["targets"], *how)
   return logprobs_BT, stats
 
 
-def _final_activations(
+def final_activations(
   model: Decoder, batch: Batch, rules: Pass, key: jax.Array | None
 ) -> tuple[jax.Array, StackStats]:
+  """What the head reads, [batch, seq, d_model], and the statistics of the sparse layers."""
   return model(
     batch["tokens"],
     positions_BT=batch["positions"],
@@ -258,9 +267,9 @@ def make_eval_step(
   """Return the jitted `(model, batch [batch, seq], rules, layers=False) -> float32[3]`.
 
   The three are sums over tokens: cross-entropy in nats, correct predictions, counted tokens; with
-  an `objective` what its `score` returns. With
-  `layers` two numbers follow for each layer that skips tokens: first of each the tokens that went
-  through it, then of each all tokens. `rules` say how sparse layers choose and what is in 8 bits
+  an `objective` what its `score` returns. With `layers` its further sums follow, and two numbers
+  for each layer that skips tokens: first of each the tokens that went through it, then of each all
+  tokens. `rules` say how sparse layers choose and what is in 8 bits
   (`Program.rules`); `options` are of the compiler.
   """
   scorer = Pretraining(cfg) if objective is None else objective
@@ -269,7 +278,7 @@ def make_eval_step(
   def eval_step(model: Decoder, batch: Batch, rules: Pass, layers: bool = False) -> jax.Array:
     assert not rules.training, "training's routing sees the future"
     of_items, stats = scorer.score(model, batch, cfg.step, rules)
-    of_all = jnp.stack(of_items)
+    of_all = jnp.stack(of_items if layers else of_items[:3])
     if not layers or stats.depth_L is None:
       return of_all
     mod = by_layer(stats, model.layout, "mod")

@@ -6,7 +6,7 @@ Letters: B batch, T seq, P pairs of a row at most.
 import abc
 import dataclasses
 from collections.abc import Mapping
-from typing import ClassVar, NamedTuple, override
+from typing import Any, ClassVar, NamedTuple, override
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,9 @@ from ats_jax.step.objective import (
 )
 
 REFERENCE = "reference"  # a field of rows
+REFERENCE_FIELD = Field(
+  np.float32, "log-probability of a segment's answer by the reference, at its first position"
+)
 
 
 class Answers(NamedTuple):
@@ -53,12 +56,14 @@ class PairSums(NamedTuple):
     won: pairs whose preferred answer is rated higher.
     chosen: ratings of the preferred answers.
     rejected: ratings of the others.
+    margin: by how much those of the preferred ones are higher.
   """
 
   loss: jax.Array
   won: jax.Array
   chosen: jax.Array
   rejected: jax.Array
+  margin: jax.Array
 
 
 def sums_of_answers(values_BT: jax.Array, segment_ids_BT: jax.Array, most: int) -> Answers:
@@ -79,8 +84,8 @@ def sums_of_answers(values_BT: jax.Array, segment_ids_BT: jax.Array, most: int) 
 
 
 @dataclasses.dataclass(frozen=True)
-class Preference(Objective):
-  """What losses of pairs share: rows of pairs, and a mean over them.
+class Pairs(Objective):
+  """What losses of two answers to each question share: rows of pairs, and a mean over them.
 
   Attributes:
     cfg: the resolved config.
@@ -102,34 +107,35 @@ class Preference(Objective):
     return jnp.sum(is_second, dtype=jnp.float32)
 
   @abc.abstractmethod
-  def of_pairs(
-    self, logprobs: Answers, lengths: Answers, batch: Batch
-  ) -> tuple[jax.Array, Answers]:
-    """Compute the losses of pairs, and the rating of each answer.
+  def summed(self, logprobs: Answers, lengths: Answers, batch: Batch) -> Any:
+    """Sum over pairs.
 
     Args:
-      logprobs: sums of the log-probabilities of an answer's tokens, by their weights.
-      lengths: sums of these weights.
+      logprobs: what `readings` says.
+      lengths: sums of the weights of an answer's tokens.
       batch: one micro-batch.
 
     Returns:
-      [batch, pairs] float32 losses, of which those of pairs that there are count; the ratings.
+      A tuple of float32 scalars with the fields `loss`, and `won`: pairs that are rated right.
     """
+
+  def readings(
+    self, model: Decoder, batch: Batch, step: StepConfig, rules: Pass, key: jax.Array | None
+  ) -> tuple[Answers, StackStats]:
+    """What the model says of each answer: here the log-probability, by the weights of tokens."""
+    logprobs_BT, stats = target_logprobs(model, batch, step, rules, key)
+    mask = batch["loss_mask"]
+    return self.of_answers(jnp.where(mask > 0, logprobs_BT * mask, 0.0), batch), stats
+
+  def of_answers(self, values_BT: jax.Array, batch: Batch) -> Answers:
+    """`sums_of_answers` of a batch."""
+    return sums_of_answers(values_BT, batch["segment_ids"], self.cfg.data.max_segments // 2)
 
   def _sums(
     self, model: Decoder, batch: Batch, step: StepConfig, rules: Pass, key: jax.Array | None
-  ) -> tuple[PairSums, StackStats]:
-    logprobs_BT, stats = target_logprobs(model, batch, step, rules, key)
-    ids, mask, most = batch["segment_ids"], batch["loss_mask"], self.cfg.data.max_segments // 2
-    logprobs = sums_of_answers(jnp.where(mask > 0, logprobs_BT * mask, 0.0), ids, most)
-    lengths = sums_of_answers(mask, ids, most)
-    losses, ratings = self.of_pairs(logprobs, lengths, batch)
-    is_pair = lengths.rejected > 0
-    total = lambda x: jnp.sum(jnp.where(is_pair, x, 0.0))
-    sums = PairSums(
-      total(losses), total(ratings.gap > 0), total(ratings.chosen), total(ratings.rejected)
-    )
-    return sums, stats
+  ) -> tuple[Any, StackStats]:
+    readings, stats = self.readings(model, batch, step, rules, key)
+    return self.summed(readings, self.of_answers(batch["loss_mask"], batch), batch), stats
 
   @override
   def __call__(
@@ -142,9 +148,38 @@ class Preference(Objective):
   @override
   def score(
     self, model: Decoder, batch: Batch, step: StepConfig, rules: Pass
-  ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], StackStats]:
+  ) -> tuple[tuple[jax.Array, ...], StackStats]:
     sums, stats = self._sums(model, batch, step, rules, None)
-    return (sums.loss, sums.won, self.items(batch)), stats
+    further = (getattr(sums, name) for name in self.SCORES)
+    return (sums.loss, sums.won, self.items(batch), *further), stats
+
+
+class Preference(Pairs):
+  """What losses share that compare the two answers."""
+
+  SCORES: ClassVar[tuple[str, ...]] = ("margin",)
+
+  @abc.abstractmethod
+  def of_pairs(
+    self, logprobs: Answers, lengths: Answers, batch: Batch
+  ) -> tuple[jax.Array, Answers]:
+    """Compute the losses of pairs, and the rating of each answer.
+
+    Args:
+      logprobs: what `readings` says.
+      lengths: sums of the weights of an answer's tokens.
+      batch: one micro-batch.
+
+    Returns:
+      [batch, pairs] float32 losses, of which those of pairs that there are count; the ratings.
+    """
+
+  @override
+  def summed(self, logprobs: Answers, lengths: Answers, batch: Batch) -> PairSums:
+    losses, ratings = self.of_pairs(logprobs, lengths, batch)
+    total = lambda x: jnp.sum(jnp.where(lengths.rejected > 0, x, 0.0))
+    chosen, rejected = total(ratings.chosen), total(ratings.rejected)
+    return PairSums(total(losses), total(ratings.gap > 0), chosen, rejected, chosen - rejected)
 
   @override
   def means(self, sums: PairSums, totals: Totals) -> dict[str, jax.Array]:
@@ -154,7 +189,7 @@ class Preference(Objective):
       "train/accuracy": of_pair(sums.won),
       "preference/chosen": of_pair(sums.chosen),
       "preference/rejected": of_pair(sums.rejected),
-      "preference/margin": of_pair(sums.chosen - sums.rejected),
+      "preference/margin": of_pair(sums.margin),
     }
 
 
@@ -164,8 +199,7 @@ class Dpo(Preference):
   @property
   @override
   def fields(self) -> Mapping[str, Field]:
-    meaning = "log-probability of a segment's answer by the reference, at its first position"
-    return {REFERENCE: Field(np.float32, meaning)}
+    return {REFERENCE: REFERENCE_FIELD}
 
   @override
   def of_pairs(
@@ -173,8 +207,7 @@ class Dpo(Preference):
   ) -> tuple[jax.Array, Answers]:
     cfg = self.cfg.step.loss
     assert isinstance(cfg, DpoConfig)
-    most = logprobs.chosen.shape[-1]
-    reference = sums_of_answers(batch[REFERENCE], batch["segment_ids"], most)
+    reference = self.of_answers(batch[REFERENCE], batch)
     ratios = Answers(*(a - b for a, b in zip(logprobs, reference, strict=True)))
     if cfg.form != "sigmoid":
       ratios = ratios.per(lengths)

@@ -14,7 +14,7 @@ from flax import nnx
 from ats_jax.config.schema import Config
 from ats_jax.data.batch import FIELDS
 from ats_jax.model.count import Counts, count
-from ats_jax.model.decoder import Decoder
+from ats_jax.model.decoder import Decoder, with_head
 from ats_jax.model.forward_pass import Pass, rules_at
 from ats_jax.model.fp8 import fp8_layers
 from ats_jax.model.numerics import Numerics, numerics, unroll_of
@@ -215,11 +215,11 @@ def init_state(
     return state
 
   def tuned(key: jax.Array, model: Any) -> Any:
-    if not cfg.finetune.is_on:
-      return model
-    from ats_jax.model.adapters import fine_tuned
+    if cfg.finetune.is_on:
+      from ats_jax.model.adapters import fine_tuned
 
-    return fine_tuned(cfg, model, key)
+      model = fine_tuned(cfg, model, key)
+    return with_head(cfg, num, model, key)
 
   def init(key: jax.Array) -> TrainState:
     return beside(key, tuned(key, new_base(cfg, num, key)))
@@ -258,7 +258,9 @@ def abstract_batch(
   """A batch of a shape, with the fields that an objective adds."""
   fields = FIELDS | dict(objective.fields if objective is not None else {})
   return {
-    name: jax.ShapeDtypeStruct(shape, field.dtype, sharding=sharding)
+    name: jax.ShapeDtypeStruct(
+      (*shape[:-1], shape[-1] * field.each), field.dtype, sharding=sharding
+    )
     for name, field in fields.items()
   }
 

@@ -34,9 +34,12 @@ def score(program: Program, model: Decoder, dataset: Rows, step: int) -> dict[st
     over tokens, not batches.
   """
   rules = program.rules(step)
-  loss_sum, correct, tokens, *by_layer = _sums(program, model, dataset, rules)
-  items = program.objective.ITEMS
+  loss_sum, correct, tokens, *further = _sums(program, model, dataset, rules)
+  items, names = program.objective.ITEMS, program.objective.SCORES
   metrics = eval_metrics(loss_sum, correct, tokens, dataset, items)
+  for name, total in zip(names, further, strict=False):
+    metrics[f"eval/{name}"] = total / tokens
+  by_layer = further[len(names) :]
   layers = len(by_layer) // 2
   for number, (routed, of) in enumerate(zip(by_layer[:layers], by_layer[layers:], strict=True)):
     metrics[f"eval/mod/layer_routed/layer_{number:02d}"] = routed / of
@@ -87,7 +90,8 @@ def _sums(program: Program, model: Decoder, dataset: Rows, rules: Pass) -> list[
     sums = [
       program.eval_step(model, to_global(batch, mesh), rules, layers=True) for batch in batches
     ]
-  return np.sum(jax.device_get(sums) or [np.zeros(3)], axis=0, dtype=np.float64).tolist()
+  none = np.zeros(3 + len(program.objective.SCORES))
+  return np.sum(jax.device_get(sums) or [none], axis=0, dtype=np.float64).tolist()
 
 
 def check_fp8(program: Program, scores: dict[str, float]) -> Program:

@@ -34,5 +34,7 @@ def sets_with_fields(
   program: Program, folder: Path, model: Decoder | None, sets: Sequence[EvalSet]
 ) -> tuple[EvalSet, ...]:
   """The same evaluation sets, their rows `with_fields`."""
+  if not program.cfg.step.loss.HELD_OUT:
+    return tuple(sets)
   fields = lambda rows: with_fields(program, folder, model, rows)
   return tuple(dataclasses.replace(each, dataset=fields(each.dataset)) for each in sets)

@@ -52,23 +52,30 @@ class InitialWeights:
     step: checkpoint of the run: a step, "latest" or "best".
     ignored: unknown fields of the folder's config.json that change nothing, as the user says.
     adapter: a folder of peft's whose adapters are those at first; "" = new ones.
+    router: workdir of a run whose routers replace those of the weights; "" = none does.
   """
 
   folder: Path
   step: str = "latest"
   ignored: tuple[str, ...] = ()
   adapter: str = ""
+  router: str = ""
 
   @classmethod
   def of(
-    cls, source: str, step: str = "latest", ignored: Sequence[str] = (), adapter: str = ""
+    cls,
+    source: str,
+    step: str = "latest",
+    ignored: Sequence[str] = (),
+    adapter: str = "",
+    router: str = "",
   ) -> "InitialWeights":
     """From a path as a user writes it; hf://OWNER/NAME is fetched from the Hub.
 
     Raises:
       ValueError: for a name that the Hub does not have, or a path that cannot be read.
     """
-    return cls(paths.parse(hub.local_folder(source)), step, tuple(ignored), adapter)
+    return cls(paths.parse(hub.local_folder(source)), step, tuple(ignored), adapter, router)
 
   @functools.cached_property
   def source(self) -> ModelFolder:
@@ -129,13 +136,18 @@ class InitialWeights:
 
       tuned, after = program.init(abstract=True).model, quantised.arrived
       as_read = functools.partial(quantised.arriving, tuned=tuned)
-    if not is_model_folder(self.folder):
-      return self._of_run(abstract, program, tokenizer, as_read, after)
-    check_tokenizer(self.folder, program.cfg, tokenizer)
-    source = self.source
-    model = after(load_model(source, program.cfg, as_read(abstract)))
-    logging.info("the weights are those of %s in %s", source.family.name, self.folder)
-    return model
+    if is_model_folder(self.folder):
+      check_tokenizer(self.folder, program.cfg, tokenizer)
+      source = self.source
+      model = after(load_model(source, program.cfg, as_read(abstract)))
+      logging.info("the weights are those of %s in %s", source.family.name, self.folder)
+    else:
+      model = self._of_run(abstract, program, tokenizer, as_read, after)
+    if not self.router:
+      return model
+    from ats_jax.train.routers import with_routers  # here: few runs take them
+
+    return with_routers(program.cfg, model, self.router)
 
   def with_adapter(self, program: Program, state: TrainState) -> TrainState:
     """The first state of a run, with the adapters of the folder `adapter` if there is one.

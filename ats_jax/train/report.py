@@ -165,12 +165,12 @@ def bigram_baseline(cfg: Config, train_set: TrainRows, valid_set: Rows) -> float
 
 
 def log_sample(program: Program, folder: Path, state: TrainState, train_set: TrainRows) -> str:
-  """Log, store and return the prompt and its continuation; "" if `sample.max_tokens` is 0.
+  """Log, store and return the prompt and its continuation; "" if there is to be none.
 
   A run on conversations answers the prompt.
   """
   cfg, rules, prompt = program.cfg, program.rules(int(state.step)), program.cfg.sample.prompt
-  if not cfg.sample.max_tokens:
+  if not cfg.sample.max_tokens or not state.weights.predicts:
     return ""
   from ats_jax.inference.generator import generate  # here: runs without a sample need none
 

@@ -51,6 +51,12 @@ _INIT_ADAPTER = flags.DEFINE_string(
   "Folder of peft's with the adapters that a new run with finetune.adapter begins with.",
   flag_values=FLAGS,
 )
+_INIT_ROUTER = flags.DEFINE_string(
+  "init_router",
+  "",
+  "Workdir of a run whose routers replace those of --init_from, layer by layer.",
+  flag_values=FLAGS,
+)
 _RESUME_STEP = flags.DEFINE_integer(
   "resume_step",
   None,
@@ -99,6 +105,8 @@ def main(argv: list[str]) -> int:
     raise ValueError("--init_step says which checkpoint of --init_from; that is missing.")
   if _INIT_ADAPTER.value and not _INIT_FROM.value:
     raise ValueError("--init_adapter is for the weights of --init_from; that is missing.")
+  if _INIT_ROUTER.value and not _INIT_FROM.value:
+    raise ValueError("--init_router is for the weights of --init_from; that is missing.")
   if _RESUME_STEP.value is not None and _INIT_FROM.value:
     raise ValueError("--resume_step goes on with a run, --init_from begins one. Give one of them.")
   initial = None
@@ -106,7 +114,11 @@ def main(argv: list[str]) -> int:
     from ats_jax.train.initial_weights import InitialWeights  # here: it reads other formats
 
     initial = InitialWeights.of(
-      _INIT_FROM.value, _INIT_STEP.value, _IGNORED.value, _INIT_ADAPTER.value
+      _INIT_FROM.value,
+      _INIT_STEP.value,
+      _IGNORED.value,
+      _INIT_ADAPTER.value,
+      _INIT_ROUTER.value,
     )
   with runtime.configured(cfg):
     job.join(cfg)

@@ -74,6 +74,7 @@ FAMILY = Family(
   name="GLM-4-MoE",
   model_type="glm4_moe",
   architecture="Glm4MoeForCausalLM",
+  rates=False,
   rows=(
     *(*TABLES, *NORMS, *QK_NORM),
     *experts("mlp", "gate_proj", "up_proj", "down_proj", bias="e_score_correction_bias"),

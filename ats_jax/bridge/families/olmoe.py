@@ -18,6 +18,7 @@ FAMILY = Family(
   name="OLMoE",
   model_type="olmoe",
   architecture="OlmoeForCausalLM",
+  rates=False,
   rows=(
     *(*TABLES, *NORMS, *ATTENTION, *QK_NORM),
     *experts("mlp", "gate_proj", "up_proj", "down_proj"),

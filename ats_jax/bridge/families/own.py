@@ -147,6 +147,7 @@ FAMILY = Family(
   name="ats_jax",
   model_type=MODEL_TYPE,
   architecture="AtsJaxForCausalLM",
+  rates=False,
   rows=(),
   fields=(Settings(),),
   training=(),

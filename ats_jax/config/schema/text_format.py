@@ -139,9 +139,14 @@ class Chat(Format):
 @FORMATS.register
 @dataclasses.dataclass(frozen=True)
 class Pairs(Chat):
-  """Pairs of answers, of which one is preferred."""
+  """Pairs of answers, of which one is preferred.
+
+  Attributes:
+    LOSSES: those that learn from them, in words.
+  """
 
   PART: ClassVar[str] = "ats_jax.data.chat.preference:PreferenceFormat"
+  LOSSES: ClassVar[str] = "dpo, orpo, simpo or reward"
 
   name: str = FORMATS.tag("preference")
 
@@ -151,20 +156,31 @@ class Pairs(Chat):
     data = cfg.data
     if cfg.step.loss.name == "cross_entropy":
       raise ValueError(
-        "data.format=preference with step.loss=cross_entropy would learn the rejected answers too. "
-        "Set step.loss to dpo, orpo or simpo."
+        f"data.format={self.name} with step.loss=cross_entropy would learn the bad answers too. "
+        f"Set step.loss to {self.LOSSES}."
       )
     if data.sources:
       raise ValueError(
-        "data.format=preference with data.sources: rows of pairs are not mixed with others. Put "
+        f"data.format={self.name} with data.sources: rows of pairs are not mixed with others. Put "
         "all pairs into data.paths."
       )
     if data.order.name != "shuffled":
       raise ValueError(
-        f"data.order={data.order.name} with data.format=preference: pairs come at random. Set "
+        f"data.order={data.order.name} with data.format={self.name}: pairs come at random. Set "
         "data.order=shuffled."
       )
     if data.max_segments < 2:
       raise ValueError(
         f"data.max_segments={data.max_segments} has no room for a pair. Set it to at least 2."
       )
+
+
+@FORMATS.register
+@dataclasses.dataclass(frozen=True)
+class Labelled(Pairs):
+  """Answers that are desirable or not, each beside an answer to another question."""
+
+  PART: ClassVar[str] = "ats_jax.data.chat.labelled:LabelledFormat"
+  LOSSES: ClassVar[str] = "kto"
+
+  name: str = FORMATS.tag("labelled")

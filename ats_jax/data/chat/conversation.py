@@ -23,11 +23,11 @@ ALIASES = {
 }
 LISTS = ("messages", "conversation", "conversations")  # fields that hold a list of turns
 _MEDIA = ("images", "videos", "audios", "image", "video", "audio")
-_VERDICTS = ("label", "kto_tag")  # false for an answer that is not to be learnt
+VERDICTS = ("label", "kto_tag")  # false for an answer that is not to be learnt
 # All that is read of a record: tables need not read more.
 FIELDS = (
   *LISTS, "prompt", "completion", "instruction", "input", "output", "history", "system", "tools",
-  *_MEDIA, *_VERDICTS,
+  *_MEDIA, *VERDICTS,
 )  # fmt: skip
 _DEEPEST = 100  # objects and lists of tools and their calls, one in the other
 _ROLE, _TEXT = ("role", "from"), ("content", "value")  # what a turn calls them, ShareGPT's second
@@ -113,7 +113,7 @@ def check_meaning(record: Mapping[str, Any]) -> None:
   for name in _MEDIA:
     if record.get(name):
       raise MalformedError("not text alone", f"field {name!r} is not empty: only text can be read")
-  for name in _VERDICTS:
+  for name in VERDICTS:
     if record.get(name) is False:
       raise MalformedError("answer not to learn", f"field {name!r} is false, so its answer is bad")
 

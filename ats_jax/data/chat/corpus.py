@@ -10,7 +10,6 @@ import numpy as np
 from ats_jax.config.schema import DataConfig
 from ats_jax.data.chat.conversation import MalformedError
 from ats_jax.data.chat.records import CONVERSATIONS, Schema, conversations
-from ats_jax.data.chat.segments import REJECTED
 from ats_jax.data.chat.tokenizer import ChatTokenizer, Encoded
 from ats_jax.data.corpus import cache
 from ats_jax.data.corpus.child import map_in_children
@@ -154,13 +153,17 @@ def _write(tokenizer: Tokenizer, batch: list[tuple[str, Any]]) -> _Written:
   rendered, refused = [], []
   for number, (where, conversation) in enumerate(batch):
     try:
-      rendered.append([tokenizer.template.render(each) for each in conversation.written])
+      parts = [tokenizer.template.render(each) for each in conversation.written]
+      rendered.append((parts, conversation))
     except MalformedError as e:
       refused.append((number, e.kind, str(e)))
     except ValueError as e:
       raise ValueError(f"{where}: {e}") from e
-  parts = iter(tokenizer.encode_segments([part for parts in rendered for part in parts]))
-  encoded = [_joined([next(parts) for _ in of_one], tokenizer.eos_id) for of_one in rendered]
+  parts = iter(tokenizer.encode_segments([part for parts, _ in rendered for part in parts]))
+  encoded = [
+    _joined([next(parts) for _ in of_one], conversation, tokenizer.eos_id)
+    for of_one, conversation in rendered
+  ]
   lengths = np.zeros(len(batch), np.int64)
   lengths[np.setdiff1d(np.arange(len(batch)), [n for n, *_ in refused])] = [
     len(document.ids) for document in encoded
@@ -170,7 +173,7 @@ def _write(tokenizer: Tokenizer, batch: list[tuple[str, Any]]) -> _Written:
   return _Written(ids.astype(token_dtype(tokenizer.vocab_size)), codes, lengths, refused)
 
 
-def _joined(parts: list[Encoded], eos_id: int) -> Encoded:
+def _joined(parts: list[Encoded], conversation: Any, eos_id: int) -> Encoded:
   """Conversations as one document, each in front of its eos but the last one."""
   if len(parts) == 1:
     return parts[0]
@@ -178,7 +181,7 @@ def _joined(parts: list[Encoded], eos_id: int) -> Encoded:
   eos, none = np.array([eos_id], first.ids.dtype), np.zeros(1, np.uint8)
   return Encoded(
     np.concatenate([first.ids, eos, second.ids]),
-    np.concatenate([first.codes, none, second.codes | np.uint8(REJECTED)]),
+    np.concatenate([first.codes, none, second.codes | np.uint8(conversation.second_code)]),
   )
 
 

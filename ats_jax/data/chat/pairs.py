@@ -17,9 +17,10 @@ from ats_jax.data.chat.conversation import (
   turns_in,
 )
 from ats_jax.data.chat.records import Schema
+from ats_jax.data.chat.segments import REJECTED
 
-_ANSWERS = ("chosen", "rejected")
-_QUESTION = "question"
+ANSWERS = ("chosen", "rejected")
+QUESTION = "question"
 
 
 class Pair(NamedTuple):
@@ -45,6 +46,11 @@ class Pair(NamedTuple):
     """Both, as a template writes one behind the other."""
     return (self.chosen, self.rejected)
 
+  @property
+  def second_code(self) -> int:
+    """What the codes of the second one say beside its own."""
+    return REJECTED
+
 
 def read_pair(record: Mapping[str, Any]) -> Pair:
   """The pair that a record holds in `chosen` and `rejected`.
@@ -58,12 +64,12 @@ def read_pair(record: Mapping[str, Any]) -> Pair:
   """
   has = {name: value for name, value in record.items() if value is not None}
   check_meaning(has)
-  if missing := [name for name in _ANSWERS if name not in has]:
+  if missing := [name for name in ANSWERS if name not in has]:
     names = ", ".join(map(repr, list(record)[:8])) or "nothing"
     raise MalformedError("no pair", f"no field {' and '.join(missing)} (it has {names})")
   asked = _asked(has)
   beside = {name: has[name] for name in ("system", "tools") if name in has}
-  chosen, rejected = (_conversation(has, name, asked, beside) for name in _ANSWERS)
+  chosen, rejected = (_conversation(has, name, asked, beside) for name in ANSWERS)
   shared = 0
   for one, other in zip(chosen.messages, rejected.messages, strict=False):
     if (one.role, one.content, one.extra) != (other.role, other.content, other.extra):
@@ -73,13 +79,14 @@ def read_pair(record: Mapping[str, Any]) -> Pair:
     raise MalformedError("no question", "the two answers have no turn before them in common")
   if shared == len(chosen.messages) == len(rejected.messages):
     raise MalformedError("equal answers", "chosen and rejected are the same")
-  return Pair(_answer(chosen, "chosen", shared), _answer(rejected, "rejected", shared), shared)
+  one, other = answer_of(chosen, "chosen", shared), answer_of(rejected, "rejected", shared)
+  return Pair(one, other, shared)
 
 
 def _asked(record: Mapping[str, Any]) -> list[Any]:
   """The turns before the answers, as the record has them."""
   earlier = turns_before(record.get("history") or [])
-  for name in ("prompt", _QUESTION):
+  for name in ("prompt", QUESTION):
     if name in record:
       return earlier + turns_in(record, name, "user")
   if "instruction" in record:
@@ -102,8 +109,12 @@ def _conversation(
   return read_conversation({**beside, "messages": turns if is_whole else [*asked, *turns]})
 
 
-def _answer(conversation: Conversation, name: str, shared: int) -> Conversation:
-  """The conversation in which only what follows the common turns counts."""
+def answer_of(conversation: Conversation, name: str, shared: int) -> Conversation:
+  """The conversation in which only what follows the first `shared` turns counts.
+
+  Raises:
+    MalformedError: if the assistant says nothing there; `name` is of its field.
+  """
   before, after = conversation.messages[:shared], conversation.messages[shared:]
   if not any(message.role == "assistant" for message in after):
     raise MalformedError(
@@ -113,4 +124,4 @@ def _answer(conversation: Conversation, name: str, shared: int) -> Conversation:
   return conversation._replace(messages=quiet + after)
 
 
-PAIRS = Schema((*FIELDS, *_ANSWERS, _QUESTION), read_pair)
+PAIRS = Schema((*FIELDS, *ANSWERS, QUESTION), read_pair)

@@ -24,8 +24,8 @@ class PreferenceFormat(ChatFormat):
 
   @property
   def weights(self) -> np.ndarray:
-    """[2 * NUM_CODES] float32: those of both conversations are the same."""
-    return np.tile(super().weights, 2)
+    """[4 * NUM_CODES] float32: those of both conversations are the same."""
+    return np.tile(super().weights, 4)
 
   def _counts(self, codes: np.ndarray) -> bool:
     weights, is_second = self.weights[codes], codes >= REJECTED

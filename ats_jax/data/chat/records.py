@@ -1,7 +1,7 @@
 """Files of records -> conversations; what is malformed goes to the report by file and line."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from ats_jax.data.chat.conversation import (
   FIELDS,
@@ -15,6 +15,23 @@ from ats_jax.data.text.report import Report
 from ats_jax.data.text.source import SourceFile
 
 
+class Joining(Protocol):
+  """Makes documents of what the records of a file hold, which needs more than one of them."""
+
+  def __call__(
+    self, found: Iterator[tuple[int, Any]], file: str, report: Report
+  ) -> Iterator[tuple[int, Any]]:
+    """What the documents hold, each with its place in the file of that name."""
+    ...
+
+
+def _as_they_are(
+  found: Iterator[tuple[int, Any]], file: str, report: Report
+) -> Iterator[tuple[int, Any]]:
+  del file, report
+  return found
+
+
 class Schema(NamedTuple):
   """What records are read as.
 
@@ -22,10 +39,12 @@ class Schema(NamedTuple):
     fields: all that is read of a record.
     read: makes a `Conversation` of one, or what has its `messages` and `written`; raises
       `MalformedError`.
+    join: makes documents of what is read.
   """
 
   fields: Sequence[str]
   read: Callable[[Mapping[str, Any]], Any]
+  join: Joining = _as_they_are
 
 
 CONVERSATIONS = Schema(FIELDS, read_conversation)
@@ -39,7 +58,8 @@ def conversations(
   Those that filters drop are passed over.
   """
   numbered = _conversations(file, report, schema)
-  yield from file.sieve.kept(file.path, numbered, report) if file.sieve else numbered
+  kept = file.sieve.kept(file.path, numbered, report) if file.sieve else numbered
+  yield from schema.join(kept, file.path, report)
 
 
 def _conversations(file: SourceFile, report: Report, schema: Schema) -> Iterator[tuple[int, Any]]:

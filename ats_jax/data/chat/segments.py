@@ -18,6 +18,7 @@ COUNTS = 8  # it is of what the role said, up to the end of the turn: the role's
 LAST = 16  # it is of the conversation's last answer
 NUM_CODES = 32  # of a conversation
 REJECTED = 32  # of a pair: it is of the second answer, and of all that stands before that again
+GOOD = 64  # beside REJECTED: the first answer of a labelled one is desirable
 
 
 class ChatSegment(NamedTuple):

@@ -21,8 +21,10 @@ from ats_jax.verbs import cli
 # What a kind cannot be without.
 NEEDED = {kind: {"model.rope_scaling.original_len": 64} for kind in ("llama3", "yarn")}
 NEEDED["schedule_free"] = {"optimizer.schedule": "constant"}
-NEEDED |= {kind: {"data.format": "preference"} for kind in ("dpo", "orpo", "simpo")}
-NEEDED["preference"] = {"step.loss": "dpo"}
+NEEDED |= {kind: {"data.format": "preference"} for kind in ("dpo", "orpo", "simpo", "reward")}
+NEEDED |= {"preference": {"step.loss": "dpo"}, "labelled": {"step.loss": "kto"}}
+NEEDED["distill"] = {"step.loss.teacher": "teacher"}
+NEEDED["kto"] = {"data.format": "labelled"}
 EVERY = [(path, kind) for path, kinds in KINDS.items() for kind in kinds]
 YARN = {"model.rope_scaling.factor": 4.0, "model.rope_scaling.original_len": 64}
 

@@ -25,6 +25,7 @@ TWO_PHASES = {
   "data.sources": {"a": ("a.txt",)},
   "data.phases": (Phase(Table(a=1), steps=3), Phase(Table(a=1))),
 }
+TAUGHT = {"step.loss.name": "distill", "step.loss.teacher": "teacher"}
 OF_PAIRS = {"step.loss.name": "dpo", "data.format.name": "preference"}
 BESIDE = {
   "dots": STAGED,
@@ -37,6 +38,13 @@ BESIDE = {
   "dpo": {"data.format.name": "preference"},
   "orpo": {"data.format.name": "preference"},
   "simpo": {"data.format.name": "preference"},
+  "reward": {"data.format.name": "preference"},
+  "labelled": {"step.loss.name": "kto"},
+  "kto": {"data.format.name": "labelled"},
+  "distill": {"step.loss.teacher": "teacher"},
+  "forward": TAUGHT,
+  "reverse": TAUGHT,
+  "jsd": TAUGHT,
   "sigmoid": OF_PAIRS,
   "sigmoid_norm": OF_PAIRS,
   "ipo": OF_PAIRS,

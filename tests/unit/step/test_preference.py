@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 from helpers import TRAINING, assert_trees_close, make_decoder, micro_batches
 
-from ats_jax.config.schema.loss import DpoConfig, OrpoConfig, SimPoConfig
+from ats_jax.config.schema.loss import DpoConfig, OrpoConfig, RewardConfig, SimPoConfig
+from ats_jax.model.decoder import with_head
 from ats_jax.model.param import trainable
 from ats_jax.step.core import sums_and_grads
 from ats_jax.step.objective import batch_totals, make_eval_step
 from ats_jax.step.preference import Dpo, Orpo, SimPo
+from ats_jax.step.reward import Reward
 
 LOSSES = {
   "dpo": (Dpo, DpoConfig(beta=0.3)),
@@ -22,6 +24,7 @@ LOSSES = {
   "ipo": (Dpo, DpoConfig(beta=0.3, form="ipo")),
   "orpo": (Orpo, OrpoConfig(odds_weight=0.4)),
   "simpo": (SimPo, SimPoConfig(beta=2.0, margin=0.5)),
+  "reward": (Reward, RewardConfig()),
 }
 # Per row of pairs: the lengths of (prompt, chosen, rejected); the rows need not be full.
 PAIRS = [[(3, 5, 2), (1, 1, 9)], [(4, 2, 2)], [(2, 6, 7), (5, 3, 1)], [(1, 1, 1), (2, 8, 3)]]
@@ -67,7 +70,10 @@ def packed(rows, reference):
 
 
 def alone(model, segments):
-  """Log-probability and length of each answer, read without any neighbour."""
+  """Log-probability and length of each answer, read without any neighbour.
+
+  Of a model that rates: what it makes of the last token.
+  """
   rows = {name: np.zeros((len(segments), SEQ), np.int32) for name in ("tokens", "targets", "ids")}
   mask = np.zeros((len(segments), SEQ), np.float32)
   for row, (tokens, targets, weights) in enumerate(segments):
@@ -77,6 +83,10 @@ def alone(model, segments):
   x_BTD, _ = model(
     rows["tokens"], positions_BT=positions, segment_ids_BT=rows["ids"], rules=TRAINING, key=None
   )
+  if not model.predicts:
+    is_last_BT = jax.nn.one_hot([len(tokens) - 1 for tokens, *_ in segments], SEQ)
+    rated_BT = jnp.sum(x_BTD * jax.sharding.reshard(model.head_weights()[0], jax.P()), axis=-1)
+    return jnp.sum(rated_BT * is_last_BT, axis=-1), mask.sum(axis=-1)
   logits_BTV = jnp.einsum("btd,vd->btv", x_BTD, model.head_weights())
   chosen_BTV = jax.nn.one_hot(rows["targets"], logits_BTV.shape[-1])
   logprobs_BT = jnp.sum(jax.nn.log_softmax(logits_BTV, axis=-1) * chosen_BTV, axis=-1)
@@ -85,6 +95,8 @@ def alone(model, segments):
 
 def formula(loss, logprobs, lengths, reference):
   """Of the papers, written out for [pairs, 2] numbers."""
+  if isinstance(loss, RewardConfig):
+    return jnp.log1p(jnp.exp(logprobs[:, 1] - logprobs[:, 0]))
   if isinstance(loss, DpoConfig):
     ratios = logprobs - reference
     if loss.form != "sigmoid":
@@ -106,6 +118,7 @@ def test_a_loss_is_that_of_answers_that_stand_alone(name, mesh):
   objective_of, loss = LOSSES[name]
   cfg = config(loss)
   objective, model = objective_of(cfg), make_decoder(cfg)
+  model = with_head(cfg, model.num, model, jax.random.key(1))
   rows = answers(cfg.model.vocab_size)
   segments = [segment for row in rows for segment in row]
   reference = np.random.default_rng(1).normal(-20, 2, len(segments)).astype(np.float32)

@@ -9,6 +9,8 @@ import pytest
 from commands import called
 from train_helpers import assert_same, configs, logged
 
+from ats_jax.bridge.safetensors_file import read_header
+from ats_jax.train.initial_weights import InitialWeights
 from ats_jax.train.loop import train
 from ats_jax.train.reference import FOLDER
 from ats_jax.train.run import Run
@@ -18,6 +20,9 @@ pytestmark = pytest.mark.thorough
 
 class Killed(BaseException):
   """Ends a run as a signal that nobody can catch does."""
+
+
+LORA = {"finetune__adapter__name": "lora", "finetune__adapter__rank": 4}
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +94,69 @@ def test_a_run_without_its_reference_does_not_go_on(whole, config, tmp_path):
     file.unlink()
   with pytest.raises(ValueError, match="cannot be read"):
     train(config(num_steps=14), folder)
+
+
+def test_the_reference_of_adapters_is_their_base(whole, config, tmp_path):
+  """It is that of a run which trains all of the same weights."""
+  initial = InitialWeights.of(str(whole[0]))
+  for name, changes in {"all": {"num_steps": 1}, "adapters": LORA}.items():
+    train(config(orchestrator__mode="off", **changes), tmp_path / name, initial)
+  of_all, of_adapters = (
+    {file.name: np.load(file) for file in (tmp_path / name / FOLDER).iterdir()}
+    for name in ("all", "adapters")
+  )
+  assert of_all.keys() == of_adapters.keys()
+  for name, values in of_all.items():
+    np.testing.assert_allclose(of_adapters[name], values, rtol=1e-5)
+  loss = logged(tmp_path / "adapters", "train/loss")
+  assert loss[1] == pytest.approx(math.log(2), abs=1e-6) and loss[12] < 0.69
+
+
+@pytest.mark.parametrize(
+  "changes",
+  [
+    {"moe__num_experts": 4, "moe__top_k": 2, "moe__d_ff": 16, "moe__aux_loss": 0.01},
+    {"precision__compute_dtype": "float16", "precision__loss_scale": "dynamic"},
+  ],
+  ids=["experts", "float16"],
+)
+def test_other_models_prefer_too(changes, config, tmp_path):
+  """At first the loss is that of no difference, as far as rounding goes."""
+  train(config(**changes), tmp_path)
+  loss, margin = logged(tmp_path, "train/loss"), logged(tmp_path, "preference/margin")
+  half = "precision__compute_dtype" in changes
+  assert loss[1] == pytest.approx(math.log(2), abs=1e-2 if half else 1e-6)
+  assert margin[12] > 0.3 and logged(tmp_path, "eval/accuracy")[12] > 0.8
+
+
+def test_labels_alone_teach_the_same(config, tmp_path):
+  """Each pair is two answers with a label, and the reference says nothing of a difference yet."""
+  changes = {"step__loss": "kto", "data__format": "labelled", "orchestrator__mode": "off"}
+  train(config(**changes), tmp_path)
+  loss, margin = logged(tmp_path, "train/loss"), logged(tmp_path, "preference/margin")
+  assert loss[1] == pytest.approx(0.5, abs=1e-6) and margin[1] == pytest.approx(0, abs=1e-6)
+  assert loss[12] < 0.45 and margin[12] > 0.3 and logged(tmp_path, "eval/accuracy")[12] > 0.8
+  shown = called("evaluate", f"--workdir={tmp_path}").out
+  assert f"eval/answers {logged(tmp_path, 'eval/answers')[12]:.6g}" in shown
+
+
+def test_a_model_that_rates(config, whole, tmp_path):
+  """Its head trains beside adapters on the weights of another run, and it writes no text."""
+  initial = InitialWeights.of(str(whole[0]))
+  cfg = config(step__loss="reward", sample__max_tokens=4, **LORA)
+  state = train(cfg, tmp_path / "run", initial)
+  assert not any((tmp_path / "run").glob("samples/*")) and state.model.head.weight.shape[0] == 1
+  held_out = logged(tmp_path / "run", "eval/margin")[12]
+  assert held_out > 0 and logged(tmp_path / "run", "eval/accuracy")[12] > 0.8
+  shown = called("evaluate", f"--workdir={tmp_path}/run").out
+  assert f"eval/margin {held_out:.4g}" in shown and "eval/accuracy" in shown
+  assert "rates texts and writes none" in called("generate", f"--workdir={tmp_path}/run").err
+  assert_same(train(cfg, tmp_path / "run", resume_step=8), state)
+  called("bridge", "export", f"--workdir={tmp_path}/run", f"--folder={tmp_path}/out")
+  fields = json.loads((tmp_path / "out" / "config.json").read_text())
+  assert fields["architectures"] == ["LlamaForSequenceClassification"]
+  tensors = read_header(tmp_path / "out" / "model.safetensors")
+  assert "score.weight" in tensors and "lm_head.weight" not in tensors
 
 
 @pytest.mark.parametrize("loss", ["orpo", "simpo"])

@@ -153,11 +153,11 @@ def test_further_fields_stand_where_segments_begin(opened):
 @pytest.mark.parametrize(
   ("settings", "message"),
   [
-    ({"step.loss": "cross_entropy"}, "would learn the rejected answers too"),
+    ({"step.loss": "cross_entropy"}, "would learn the bad answers too"),
     ({"data.sources": {"a": ("x",)}}, "data.sources: rows of pairs are not mixed"),
     ({"data.order": "length"}, "pairs come at random"),
     ({"data.max_segments": 1}, "no room for a pair"),
-    ({"data.format": "chat"}, "data.format=chat has no pairs"),
+    ({"data.format": "chat"}, "step.loss=dpo learns .* Set data.format=preference"),
     ({"step.loss": "simpo", "step.z_loss": 0.1}, "step.z_loss=0.1 is of the cross-entropy"),
     ({"step.loss": {"name": "dpo", "form": "ipo", "label_smoothing": 0.1}}, "label_smoothing"),
   ],
