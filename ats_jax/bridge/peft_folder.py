@@ -20,6 +20,7 @@ from ats_jax.bridge.transforms import Transposed
 from ats_jax.checkpoint import layout, stream, workdir
 from ats_jax.config.schema import Config
 from ats_jax.config.schema.finetune import LoRA
+from ats_jax.model.adapters import merged
 from ats_jax.model.layout import stacks
 from ats_jax.store import paths
 
@@ -102,18 +103,21 @@ class Factor(NamedTuple):
 
 
 def _factors(
-  family: Family, parts: Mapping[str, layout.StoredArray], rank: int
+  family: Family, cfg: Config, model: Any, parts: Mapping[str, layout.StoredArray], rank: int
 ) -> Iterator[Factor]:
   """All arrays of adapters of a model's named arrays.
 
   Raises:
     ValueError: for a weight that is no module of its own in the family.
   """
+  # Of weights, that may be stored in another shape.
+  whole = layout.named_arrays(jax.eval_shape(merged, model), stacks=stacks(cfg))
   for name, part in parts.items():
     weight, found, kind = name.rpartition("/adapter/")
     if not found:
       continue
-    (item,) = match_weights(family, {weight: parts[f"{weight}/weight"].shape})
+    plain = whole[weight] if weight in whole else whole[f"{weight}/weight"]
+    (item,) = match_weights(family, {weight: plain.shape})
     if not (isinstance(item.row, WeightRow) and isinstance(item.row.transform, Transposed)):
       raise ValueError(
         f"{weight} is no matrix of its own in a {family.name} model, so peft has no name for its "
@@ -138,7 +142,7 @@ def write(folder: Path, cfg: Config, family: Family, model: Any, *, base: str) -
     raise ValueError(f"{folder} exists. Remove it or choose another folder.")
   leaves = jax.tree.leaves(model)
   parts = layout.named_arrays(model, stacks=stacks(cfg))
-  factors = list(_factors(family, parts, adapter.rank))
+  factors = list(_factors(family, cfg, model, parts, adapter.rank))
   unfinished = folder.with_name(folder.name + ".unfinished")
   unfinished.mkdir(parents=True, exist_ok=True)
   slots = [Slot(name, np.dtype(np.float32), f.their_shape) for f in factors for name in f.theirs]
@@ -202,7 +206,7 @@ def read(folder: Path, cfg: Config, family: Family, model: Any) -> Any:
   tensors = read_header(folder / WEIGHTS)
   leaves, structure = jax.tree.flatten(model)
   parts = layout.named_arrays(model, stacks=stacks(cfg))
-  factors = list(_factors(family, parts, adapter.rank))
+  factors = list(_factors(family, cfg, model, parts, adapter.rank))
   wanted = {name: f.their_shape for f in factors for name in f.theirs}
   there = {name: tensor.shape for name, tensor in tensors.items()}
   if different := sorted(n for n in wanted.keys() | there.keys() if wanted.get(n) != there.get(n)):

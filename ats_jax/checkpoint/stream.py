@@ -114,8 +114,9 @@ def put(leaves: list[Any], parts: Mapping[str, StoredArray], arrays: dict[str, j
 
 def _stack(number: int, layer: jax.Array) -> jax.Array:
   """Room for so many layers like the one given."""
-  mesh, spec = layer.sharding.mesh, layer.sharding.spec
-  sharding = jax.NamedSharding(mesh, jax.P(None, *spec))
+  of_layer = layer.sharding
+  assert isinstance(of_layer, jax.NamedSharding)
+  sharding = jax.NamedSharding(of_layer.mesh, jax.P(None, *of_layer.spec))
   return jnp.zeros((number, *layer.shape), layer.dtype, device=sharding)
 
 

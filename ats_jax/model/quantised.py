@@ -1,6 +1,7 @@
 """Frozen weights of matrices as codes and scales (`ops.packed` has the formats)."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -206,6 +207,11 @@ class Arriving:
   dtype: Any
   sharding: Any
   convert: Callable[[jax.Array], Any]
+
+  @property
+  def size(self) -> int:
+    """Entries of the array."""
+    return math.prod(self.shape)
 
 
 def arriving(abstract: Any, tuned: Any) -> Any:

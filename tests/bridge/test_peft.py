@@ -17,6 +17,7 @@ from ats_jax.checkpoint import abstract_like
 from ats_jax.checkpoint.layout import named_arrays
 from ats_jax.config.build import resolve, with_settings
 from ats_jax.config.names import flatten
+from ats_jax.model import quantised
 from ats_jax.model.adapters import merged
 from ats_jax.model.layout import stacks
 from ats_jax.model.param import params_of
@@ -52,7 +53,9 @@ def opened(source, changes):
   cfg = resolve(with_settings(hf_gate.settings(source), SETTINGS | changes), 0)
   program = make_program(cfg)
   abstract = abstract_like(program.abstract_base(), jax.sharding.get_mesh())
-  return program, program.init(model=load_model(source, cfg, abstract))
+  # Each layer by itself, as a run reads it.
+  abstract = quantised.arriving(abstract, program.init(abstract=True).model)
+  return program, program.init(model=quantised.arrived(load_model(source, cfg, abstract)))
 
 
 def rows(cfg):

@@ -17,6 +17,7 @@ ROWS = [
   ("dense", [("fsdp", 2), ("tensor", 2)], [("finetune.layers", "1")]),
   ("dense", [("fsdp", 2), ("tensor", 2)], [*LORA, ("finetune.adapter.base", "nf4"), *WIDE]),
   ("capacity", [("expert", 2), ("fsdp", 2)], [*LORA, ("finetune.adapter.base", "int4")]),
+  ("hybrid", [("tensor", 2), ("expert", 2)], [*LORA, ("finetune.adapter.base", "int8")]),
 ]
 
 

@@ -102,7 +102,8 @@ def test_a_quantised_base_stays_and_is_merged_as_it_is_used(kind, settings):
   with jax.set_mesh(canonical.mesh()):
     score = lambda model: np.asarray(program.eval_step(model, rows, program.rules(1)))
     np.testing.assert_allclose(score(merged(after.model)), score(after.model), rtol=1e-5)
-  plain = canonical.program(canonical.config(kind, LORA)).counts
+  plain = canonical.config(kind, settings | {"finetune.adapter.base": "plain"})
+  plain = canonical.program(plain).counts
   assert (program.counts.parameters, program.counts.frozen) == (plain.parameters, plain.frozen)
   assert " parameters as nf4, " in facts(after.model)["quantised"]
 

@@ -1,5 +1,7 @@
 """Weights as codes and scales: how exact they are, and what a product keeps of them."""
 
+from statistics import NormalDist
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -47,6 +49,15 @@ def test_what_was_decoded_is_coded_as_it_is(name):
   again, same = both(name, got)
   np.testing.assert_array_equal(again[0], arrays[0])
   np.testing.assert_allclose(same, got, rtol=1e-6)
+
+
+def test_nf4_has_the_quantiles_of_bitsandbytes():
+  # `create_normal_map` of bitsandbytes 0.50.2: eight values above 0, seven below.
+  offset, of = (1 - 1 / 32 + 1 - 1 / 30) / 2, NormalDist().inv_cdf
+  above = [of(p) for p in np.linspace(offset, 0.5, 9)[:-1]]
+  below = [-of(p) for p in np.linspace(offset, 0.5, 8)[:-1]]
+  want = sorted([*above, 0.0, *below])
+  np.testing.assert_allclose(NF4, np.array(want) / max(want), atol=1e-6)
 
 
 def test_codes_of_nf4_are_the_entries_of_its_table():
