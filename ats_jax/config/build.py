@@ -161,7 +161,12 @@ def count_epochs(
   steps, rows = done
   left = (num_epochs * num_rows - rows) / cfg.data.batch_size
   num_steps = max(1, steps + math.ceil(round(left, 6)))
-  with_settings(cfg, {"num_steps": num_steps, "num_epochs": 0.0, "length": "given"})
+  given: dict[str, Any] = {"num_steps": num_steps, "num_epochs": 0.0, "length": "given"}
+  if cfg.length == "phases":  # then the last one has no end of its own
+    *before, last = cfg.data.phases
+    endless = dataclasses.replace(last, steps=0, tokens=0, epochs=0.0)
+    given["data.phases"] = (*before, endless)
+  with_settings(cfg, given)
   return dataclasses.replace(cfg, num_steps=num_steps)
 
 

@@ -80,6 +80,35 @@ def test_killed_it_goes_on_bit_for_bit(mode, folder, tmp_path):
     assert all(question["text"].strip() and question["answer"] for question in asked)
 
 
+@pytest.mark.thorough
+def test_both_phases_of_one_run_go_on_bit_for_bit(folder, tmp_path):
+  """Pre-training and then fine-tuning, each with its own rate and new moments."""
+  (folder / "text.txt").write_text(
+    "\n\n".join(f"{i} and {i + 1} make {2 * i + 1}." for i in range(450))
+  )
+  settings = (
+    *(setting for setting in SETTINGS if "num_steps" not in setting),
+    *runs.TINY,
+    "model.vocab_size=320",
+    "sample.max_tokens=0",
+    "data.sources=base={0}/text.txt,chat={0}/chats.jsonl",
+  )
+  settings = tuple(setting.format(folder) for setting in settings)
+  verb, flags = ("train", "--config=modes:hybrid_sequential"), [f"--config.{s}" for s in settings]
+  whole, broken = tmp_path / "whole", tmp_path / "broken"
+  done = called(*verb, f"--workdir={whole}", *flags)
+  assert done.code == 0, done.err
+  last = max(int(path.name) for path in (whole / "checkpoints").glob("[0-9]*"))
+  rates = [row["train/learning_rate"] for row in runs.rows(whole) if "train/learning_rate" in row]
+  assert max(rates) > 5 * rates[-1]  # that of the second phase is a tenth
+  process = runs.start(broken, *settings, verb=verb)
+  runs.kill_while_writing(process, broken, after_step=last - 8)
+  assert process.returncode == -signal.SIGKILL
+  again = called(*verb, f"--workdir={broken}", *flags)
+  assert again.code == 0 and f"resuming {broken} from step" in again.err, again.err
+  runs.assert_same_run(whole, broken, last)
+
+
 CHATS = "--init_from={0}/base --data={0}/chats.jsonl"
 BAD = {
   "--data={0}/chats.jsonl": "--init_from is missing. Example: ",
