@@ -205,7 +205,7 @@ def export(
     (unfinished / name).write_text(text, encoding="utf-8")
   fields = {
     "max_position_embeddings": cfg.data.seq_len,
-    "bos_token_id": tokenizer.bos_id,
+    "bos_token_id": tokenizer.of_text.bos_id,
     "eos_token_id": tokenizer.eos_id,
     "pad_token_id": tokenizer.pad_id,
     **table.write_again(cfg, theirs),

@@ -46,7 +46,9 @@ def generate(
 
 
 def _prompt_ids(tokenizer: Tokenizer, prompt: str | Sequence[int]) -> list[int]:
-  return [tokenizer.bos_id, *tokenizer.encode(prompt)] if isinstance(prompt, str) else list(prompt)
+  if not isinstance(prompt, str):
+    return list(prompt)
+  return [tokenizer.of_text.bos_id, *tokenizer.encode(prompt)]
 
 
 def generate_tokens(

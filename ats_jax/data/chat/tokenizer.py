@@ -10,7 +10,7 @@ import numpy as np
 from absl import logging
 
 from ats_jax.config.schema.text_format import OWN_TEMPLATE, TEMPLATES, Chat
-from ats_jax.data.chat.conversation import Conversation, Message
+from ats_jax.data.chat.conversation import Conversation, MalformedError, Message
 from ats_jax.data.chat.jinja import JinjaTemplate
 from ats_jax.data.chat.segments import BOS, EOS, ChatSegment
 from ats_jax.data.chat.templates import PUBLISHED, Template
@@ -70,6 +70,8 @@ class ChatTokenizer:
     form: the template.
     special: id by name, of the template's special tokens; those that `inner` does not have are new
       ids behind its own.
+    bos_id: what conversations begin with: the special token with which a template in jinja always
+      does, else that of `inner`.
   """
 
   def __init__(self, inner: Tokenizer, form: Form):
@@ -98,8 +100,23 @@ class ChatTokenizer:
       else:
         self.special[name] = token_id
     self._special_ids = inner.special_ids | frozenset(self.special.values())
-    of_form = json.dumps([inner.fingerprint, form, self.special], sort_keys=True)
+    self.bos_id = self._id(self._first_token())
+    began = [] if self.bos_id == inner.bos_id else [self.bos_id]
+    of_form = json.dumps([inner.fingerprint, form, self.special, *began], sort_keys=True)
     self.fingerprint = hashlib.sha256(of_form.encode()).hexdigest()[:32]
+
+  def _first_token(self) -> str:
+    """The name of the token that stands for `bos_id`."""
+    if not self.form.source:
+      return BOS
+    user, firsts = Message("user", "a"), set()
+    for turns in ((user,), (Message("system", "a"), user)):
+      try:
+        (first, *_) = self.template.render(Conversation(turns), prompt=True)
+      except MalformedError:  # it has no place for such a turn
+        continue
+      firsts.add(first.text if first.special else BOS)
+    return firsts.pop() if len(firsts) == 1 else BOS
 
   @functools.cached_property
   def template(self) -> Template:
@@ -143,7 +160,7 @@ class ChatTokenizer:
   def encode_segments(self, conversations: Sequence[Sequence[ChatSegment]]) -> list[Encoded]:
     """Ids of what a template wrote, encoded as one text, as others encode it.
 
-    A document begins with the tokenizer's own bos, so the template's is left out.
+    A document begins with `bos_id`, so the template's own is left out.
     """
     parts = [[self._id(s.text) if s.special else s.text for s in c] for c in conversations]
     encoded = zip(conversations, self.encode_parts(parts), strict=True)
@@ -171,13 +188,13 @@ class ChatTokenizer:
 
   def template_files(self) -> dict[str, bytes]:
     """Return the ids that end an answer, and a template of jinja; one by name is no jinja."""
-    ids = {"bos_token_id": self.bos_id, "pad_token_id": self.pad_id}
+    ids = {"bos_token_id": self.inner.bos_id, "pad_token_id": self.pad_id}
     fields = {**ids, "eos_token_id": sorted(self.end_ids)}
     files = {GENERATION_FILE: json.dumps(fields).encode()}
     return files | ({TEMPLATE_FILE: self.form.source.encode()} if self.form.source else {})
 
   def _id(self, name: str) -> int:
-    own = {BOS: self.bos_id, EOS: self.eos_id}
+    own = {BOS: self.inner.bos_id, EOS: self.eos_id}
     return own[name] if name in own else self.special[name]
 
   @property

@@ -136,6 +136,7 @@ class _Audit:
     self._num_tokens = info.num_tokens
     self._is_first, self._is_eos = np.zeros((2, info.num_tokens), bool)
     self._ids = np.full(info.num_tokens, info.tokenizer.eos_id, np.int32)
+    self._bos = np.zeros(info.num_tokens, np.int32)  # of the source that a token is of
     self._weights = np.zeros(info.num_tokens, np.float32)
     self._due = np.ones(info.num_tokens, bool)  # whether it must come
     self._parts: list[tuple[Packed, np.ndarray]] = []  # and where the documents of each start
@@ -167,6 +168,7 @@ class _Audit:
   def _expect(self, packed: Packed, starts: np.ndarray, first: int, end: int) -> None:
     """Note the ids and weights of documents, whose tokens have the numbers [first, end)."""
     ends = np.append(starts[1:], end) - 1
+    self._bos[first:end] = packed.tokenizer.bos_id
     self._is_first[starts] = True
     self._is_eos[ends] = True
     if packed.weights is None:
@@ -255,8 +257,7 @@ class _Audit:
     self._fault(real["targets"][counts][inside] != self._ids[number], number, "{} has a wrong id")
     weights = real["loss_mask"][counts][inside]
     self._fault(weights != self._weights[number], number, "{} has a wrong weight")
-    bos = self._dataset.info.tokenizer.bos_id  # of all sources
-    inputs = np.where(tokens == _BOS, bos, self._ids[tokens])
+    inputs = np.where(tokens == _BOS, self._bos[number], self._ids[tokens])
     self._fault(real["tokens"][counts][inside] != inputs, number, "the input of {} has a wrong id")
     for name in ("loss_mask", "segment_ids", "positions"):
       if not np.array_equal(real[name], shadow[name]):

@@ -111,6 +111,10 @@ def test_special_and_padded_ids_are_never_drawn(mesh):
     vocab_size, bos_id, eos_id, pad_id = 6, 1, 3, 4
     special_ids, end_ids = frozenset({1, 3, 4}), frozenset({3})
 
+    @property
+    def of_text(self):
+      return self
+
     def encode(self, text):
       return [0] * len(text)
 

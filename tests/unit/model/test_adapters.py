@@ -108,9 +108,10 @@ def test_a_quantised_base_stays_and_is_merged_as_it_is_used(kind, settings):
   assert " parameters as nf4, " in facts(after.model)["quantised"]
 
 
-@pytest.mark.parametrize("remat", ["none", "names"])
-def test_no_wide_copy_of_a_quantised_stack_is_kept(remat):
-  changes = {"model.d_ff": 96, "model.num_layers": 3, "step.scan_unroll": 1, "step.remat": remat}
+@pytest.mark.parametrize(("remat", "unroll"), [("none", 1), ("names", 1), ("names", 3)])
+def test_no_wide_copy_of_a_quantised_stack_is_kept(remat, unroll):
+  changes = {"model.d_ff": 96, "model.num_layers": 3, "step.scan_unroll": unroll}
+  changes |= {"step.remat": remat}
   cfg = canonical.config("dense", NF4 | changes)
   program = canonical.program(cfg)
   with jax.set_mesh(canonical.mesh()):

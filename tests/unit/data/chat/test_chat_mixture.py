@@ -43,3 +43,27 @@ def test_each_is_read_as_what_it_is(config, write):
   held = {s.name: s.dataset for s in open_eval_sets(cfg, main)}
   assert held[""].info.num_documents == 40 and held["held"].info.num_documents == 3
   assert held[""].info.bytes_per_token and not held["held"].info.bytes_per_token
+
+
+def test_each_begins_as_what_it_is(config, write, tmp_path):
+  """Text with bos, conversations with the first token of a template that writes no bos."""
+  base = write("base.jsonl", [{"text": f"some text {i}"} for i in range(80)])
+  talk, template = write("talk.jsonl", DIALOGUES), tmp_path / "template.jinja"
+  template.write_text(
+    "{% for m in messages %}{{ eos_token }}{{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ eos_token }}{% endif %}"
+  )
+  train, _ = open_data(
+    config(
+      sources=Table(base=(str(base),), talk=(str(talk),)),
+      format=Chat(sources=("talk",), template=str(template)),
+      tokenizer="bytes", packing="best_fit", seq_len=512, batch_size=4,
+    ),
+    0,
+  )  # fmt: skip
+  inner = train.info.parts["base"].info.tokenizer
+  for name, begin in (("base", inner.bos_id), ("talk", inner.eos_id)):
+    rows = all_rows(train.info.parts[name])
+    firsts = (rows["positions"] == 0) & (rows["segment_ids"] > 0)
+    assert set(rows["tokens"][firsts].tolist()) == {begin}
+  assert_each_token_once(train, ONE_HOST)

@@ -10,6 +10,8 @@ from ats_jax.data.chat import jinja
 from ats_jax.data.chat.conversation import Conversation, MalformedError, Message
 from ats_jax.data.chat.jinja import JinjaTemplate
 from ats_jax.data.chat.segments import BOS, EOS, ChatSegment, written
+from ats_jax.data.chat.tokenizer import ChatTokenizer, Form
+from ats_jax.data.tokens.tokenizer import ByteTokenizer
 
 # Ours, in the form of ChatML: with its heading, tools, and thoughts that later turns leave out.
 HEADING = "<|im_start|>{{ m.role }}\n"
@@ -70,6 +72,29 @@ def test_names_of_special_tokens_stay_text(plain):
   split = template("{% for m in messages %}<|im_{{ m.content }}{{ '</s>' }}{% endfor %}")
   tokens = [s for s in split.render(Conversation((Message("assistant", "end|>"),))) if s.special]
   assert [s.text for s in tokens] == [EOS]
+
+
+@pytest.mark.parametrize(
+  ("source", "first"),
+  [
+    (PLAIN, "<|im_start|>"),
+    ("{{ bos_token }}" + PLAIN, "<s>"),
+    (NO_END.replace("{% endfor %}", "{{ eos_token }}{% endfor %}"), "<s>"),
+    ("{% if messages[0].role == 'system' %}<|im_end|>{% endif %}" + PLAIN, "<s>"),
+  ],
+)
+def test_a_conversation_begins_as_its_template_always_does(source, first):
+  """Or, where that is no special token or not always the same, with the tokenizer's bos."""
+  inner = ByteTokenizer()
+  names = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+  tokenizer = ChatTokenizer(inner, Form("", source, names, (*SPECIAL, *names.values())))
+  begin = {**tokenizer.special, "<s>": inner.bos_id}[first]
+  assert (tokenizer.bos_id, tokenizer.of_text.bos_id) == (begin, inner.bos_id)
+  whole = written(tokenizer.template.render(QUESTION, prompt=False), "<s>", "</s>")
+  ids = [begin, *tokenizer.encode_segments([tokenizer.template.render(QUESTION)])[0].ids.tolist()]
+  shown = {i: name for name, i in tokenizer.special.items()}
+  text = "".join(shown[i] if i in shown else tokenizer.decode([i]) for i in ids)
+  assert text == whole if whole.startswith(first) else text == "<s>" + whole
 
 
 def test_the_tokenizers_own_tokens_are_known_by_role():
