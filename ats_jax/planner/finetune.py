@@ -197,7 +197,11 @@ class Chooser:
       why = "the memory of the device is not known; micro-batches of few tokens need little"
       self.choose(why, {"step.accum_steps": accum})
       return
-    found = fit(cfg, devices, round((1 - FREE_SHARE) * limit), hardware)
+    of_plan = round((1 - FREE_SHARE) * limit)
+    found, base = fit(cfg, devices, of_plan, hardware), "finetune.adapter.base"
+    if found.pick is None and isinstance(cfg.finetune.adapter, LoRA) and base not in self.given:
+      self.choose("the weights fit as codes of 4 bits alone", {base: "nf4"})
+      found = fit(self.cfg, devices, of_plan, hardware)
     if found.pick is None:
       least = planned_bytes(found.plan) / GIB
       raise ValueError(

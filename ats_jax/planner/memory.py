@@ -175,7 +175,8 @@ def _sizes(cfg: Config, state: TrainState, kept: Callable[[Config, int], int] | 
       waiting = ticks * kept_too / parts
       waiting += traced(under("full"), behind) + (ticks - blocks * behind / rows) * stream
   table, *_ = weights_of(state.model.head or state.model.embed)
-  of_head, whole_head = _gradient_bytes(trainable(table)), table.size // num_shards("vocab") * 4
+  of_head = _gradient_bytes(trainable(table))
+  whole_head = 0 if isinstance(table, Frozen) else table.size // num_shards("vocab") * 4
   waiting = round(waiting - of_head // table.dtype.itemsize * 4)
   scored = num_shards(seq_axis("vocab"))  # parts of a row
   of_chunk = cfg.step.loss_chunk_tokens // (num_shards("rows") * scored)

@@ -7,7 +7,8 @@ from ats_jax.config import from_config_dict
 from ats_jax.config.file import load_file
 from ats_jax.metrics.memory import GIB
 from ats_jax.planner.describe import describe, planned_bytes
-from ats_jax.planner.hardware import TYPICAL
+from ats_jax.planner.finetune import Chooser
+from ats_jax.planner.hardware import TYPICAL, typical
 from lab import hardware_tables
 from lab.hardware_tables import CARDS, STEPS, planned_card, records
 
@@ -37,6 +38,22 @@ def test_fine_tuning_fits_too(variant):
   used = planned_bytes(describe(cfg, 1)) / GIB
   assert 0.4 * int(variant[:-2]) < used <= 0.92 * int(variant[:-2])
   assert used < TYPICAL[FINETUNED[variant]].gib
+
+
+@pytest.mark.thorough
+def test_weights_that_do_not_fit_become_codes():
+  """8.03B on a card of 12 GB; what is given stays."""
+
+  def chosen(*given):
+    chooser = Chooser(load_file("finetune:24gb").to_dict(), frozenset(given))
+    chooser.of_memory(12 * GIB, 1, typical("RTX3060"))
+    return chooser
+
+  made = chosen()
+  assert made.cfg.finetune.adapter.base == "nf4"
+  assert "base=nf4: the weights fit as codes of 4 bits alone" in made.choices[0].in_words()
+  with pytest.raises(ValueError, match=r"does not fit 1 x 12\.0 GiB: rows of data\.seq_len=1024"):
+    chosen("finetune.adapter.base")
 
 
 def test_what_was_compiled_fits_too():
