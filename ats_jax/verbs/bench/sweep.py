@@ -3,12 +3,14 @@ r"""The fastest way to run a config here: every combination of some settings, ea
   ats-jax bench sweep --try=step.accum_steps=1,2
   ats-jax bench sweep --config=dense_1_5b --try=step.remat=dots,names,full \
     --try=step.scan_unroll=1,4 --try=precision.fp8=false,true --steps=10 --out=runs/sweep
+  ats-jax bench sweep --try=config=dense_1_5b,llama_7b --try=mesh.fsdp=1,4 --out=runs/mfu
 
 Each candidate is `ats-jax bench` in a process of its own: one that is out of memory
 or does not compile is a row of the table. Those that cannot fit are left out before they are
 compiled, or before they run. The best is that with the most model FLOPs a second, which for
-one model is the most tokens a second. Prints the table and the flags that the best one needs; --out
-keeps sweep.md, and sweep.jsonl, to which each candidate is added as it ends.
+one model is the most tokens a second. The last command is for the MFU of sizes on meshes. Prints
+the table and the flags that the best one needs; --out keeps sweep.md, and sweep.jsonl, to which
+each candidate is added as it ends.
 """
 
 import itertools
@@ -22,12 +24,14 @@ from typing import Any, NamedTuple
 
 from absl import flags, logging
 
+from ats_jax.config.file import load_file
 from ats_jax.config.names import all_settings
 from ats_jax.config.text import parse_as, text_of
 from ats_jax.config.tree import updated
 from ats_jax.verbs import cli
 from ats_jax.verbs.bench import step
 
+CONFIG = "config"  # tried like a setting
 DEFAULT_TRIES = ("step.remat=dots,names,full", "step.accum_steps=1,2")
 _ERROR = re.compile(r"^(?:error: (.*)|([\w.]+Error: .*))$", re.MULTILINE)  # ours, or a traceback's
 _COLUMNS = {
@@ -60,11 +64,14 @@ def parse_tries(tries: list[str]) -> dict[str, list[Any]]:
   """["step.remat=dots,full"] -> {"step.remat": ["dots", "full"]}, of the settings' types.
 
   Raises:
-    ValueError: for what is no setting, or none of its values.
+    ValueError: for what is neither a setting nor `config`, or none of its values.
   """
   known, found = all_settings(), {}
   for text in tries:
     name, _, values = text.partition("=")
+    if name == CONFIG and values:
+      found[name] = values.split(",")
+      continue
     if name not in known or not values:
       raise ValueError(f"--try={text}: expected SETTING=VALUE,VALUE, such as {DEFAULT_TRIES[0]}.")
     kind = known[name][0].field.type
@@ -83,16 +90,17 @@ def measure(
   """Run `bench step` with some settings changed.
 
   Args:
-    config: nested values.
+    config: nested values, those of a config to try among them.
     changes: settings by dotted name.
     options: other flags of `bench step`.
     limit: seconds after which it is given up.
   """
+  settings = {name: value for name, value in changes.items() if name != CONFIG}
   with tempfile.TemporaryDirectory() as folder:
     file = Path(folder, "candidate.py")
     file.write_text(
       "from ats_jax.config.tree import edited\n"
-      f"def get_config():\n  return edited({updated(config, changes)!r})\n",
+      f"def get_config():\n  return edited({updated(config, settings)!r})\n",
       encoding="utf-8",
     )
     command = [sys.executable, "-m", "ats_jax", "bench", f"--config={file}", *options]
@@ -139,7 +147,8 @@ def table(candidates: list[Candidate]) -> str:
 
 def as_flags(changes: dict[str, Any]) -> str:
   """What to add to a command line."""
-  return " ".join(f"--config.{name}={text_of(value)}" for name, value in changes.items())
+  flag = lambda name: "--config" if name == CONFIG else f"--config.{name}"
+  return " ".join(f"{flag(name)}={text_of(value)}" for name, value in changes.items())
 
 
 FLAGS = flags.FlagValues()
@@ -147,7 +156,8 @@ _CONFIG, _OPTIONS = step.define_flags(FLAGS)
 _TRIES = flags.DEFINE_multi_string(
   "try",
   list(DEFAULT_TRIES),
-  "A setting and the values to try, e.g. step.remat=dots,full; may come several times.",
+  "A setting and the values to try, e.g. step.remat=dots,full; may come several times. So may "
+  "configs: config=NAME,NAME.",
   flag_values=FLAGS,
 )
 _LIMIT = flags.DEFINE_integer(
@@ -161,15 +171,19 @@ _OUT = flags.DEFINE_string(
 def main(argv: list[str]) -> None:
   """Print the table and the best one's flags."""
   del argv
-  config = _CONFIG.nested()
+  tries = parse_tries(_TRIES.value)
+  of_name = lambda name: _CONFIG.applied(load_file(name).to_dict())
+  configs = {name: of_name(name) for name in tries.get(CONFIG, [])}
+  usual = {} if configs else _CONFIG.nested()
   out = Path(_OUT.value) if _OUT.value else None
   if out is not None:
     out.mkdir(parents=True, exist_ok=True)
     if any(out.iterdir()):
       raise ValueError(f"--out={out} is not empty. Name another folder.")
   options = [f"--{flag.name}={flag.value}" for flag in _OPTIONS]
-  todo, done = combinations(parse_tries(_TRIES.value)), []
+  todo, done = combinations(tries), []
   for number, changes in enumerate(todo, 1):
+    config = configs[changes[CONFIG]] if configs else usual
     candidate = measure(config, changes, options, _LIMIT.value)
     done.append(candidate)
     speed = f"{candidate.found['tokens_per_sec']:,.0f} tokens/s" if candidate.found else ""
@@ -180,6 +194,8 @@ def main(argv: list[str]) -> None:
   winner = best(done)
   verdict = f"best: {as_flags(winner.changes)}" if winner else "none of them ran"
   text = f"{table(done)}\n\n{verdict}"
+  if winner:
+    text = f"{winner.found['device']}, jax {winner.found['jax']}:\n\n{text}"
   if out is not None:
     (out / "sweep.md").write_text(text + "\n", encoding="utf-8")
   print(text)

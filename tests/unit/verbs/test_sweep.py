@@ -30,6 +30,8 @@ def test_every_combination_in_the_types_of_the_settings():
     "--config.step.remat=full --config.precision.fp8=true --config.optimizer.b1=0.5"
   )
   assert len(combinations(parse_tries(list(sweep.DEFAULT_TRIES)))) == 6
+  sizes = combinations(parse_tries(["config=debug,debug:moe", "mesh.fsdp=2"]))
+  assert as_flags(sizes[1]) == "--config=debug:moe --config.mesh.fsdp=2"
 
 
 def test_what_cannot_be_tried():
