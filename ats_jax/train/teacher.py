@@ -6,6 +6,7 @@ It is found once, before the first step, so that no second model is in memory du
 import dataclasses
 import functools
 import os
+from typing import cast
 
 import jax
 import numpy as np
@@ -68,7 +69,7 @@ def with_teacher[R: Rows](program: Program, folder: Path, model: Decoder | None,
     ValueError: if there is no teacher or it has another vocabulary, if the run has begun and the
       files are not there, for a workdir on a store, or a run of several processes.
   """
-  assert isinstance(rows, Dataset), "rows of one plan"
+  planned = cast(Dataset, rows)  # `DistillConfig.check` asks for what gives these
   loss = program.cfg.step.loss
   assert isinstance(loss, DistillConfig)
   if paths.is_remote(folder) or jax.process_count() > 1:
@@ -79,13 +80,13 @@ def with_teacher[R: Rows](program: Program, folder: Path, model: Decoder | None,
   stem = os.fspath(folder / FOLDER / rows.info.fingerprint)
   files = {name: f"{stem}.{name}.npy" for name in _DTYPES}
   if model is not None:
-    _ask(program, loss, rows, files)
+    _ask(program, loss, planned, files)
   elif missing := [file for file in files.values() if not os.path.exists(file)]:
     raise ValueError(
       f"{missing[0]} is not there. A run stores there what its teacher says of the rows that it "
       "trains on. Restore it, or use another --workdir."
     )
-  return TaughtRows(rows, files)  # pyright: ignore[reportReturnType]
+  return TaughtRows(planned, files)  # pyright: ignore[reportReturnType]
 
 
 def _ask(program: Program, loss: DistillConfig, rows: Dataset, files: dict[str, str]) -> None:

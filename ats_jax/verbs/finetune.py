@@ -2,7 +2,7 @@ r"""Fine-tune a model on conversations, with settings that suit them, the model 
 
   ats-jax finetune --init_from=hf://Qwen/Qwen3-0.6B --data=chats.jsonl
   ats-jax finetune --init_from=FOLDER --data=chats.jsonl --workdir=runs/mine \
-    --config.finetune.adapter.rank=64 --config.num_epochs=2
+    --config.optimizer.learning_rate=1e-4 --config.num_epochs=2
   ats-jax finetune --init_from=runs/debug --data=chats.jsonl --config=finetune:24gb
 
 The log says each setting that was chosen, and why; what flags or a --config say stays. At the end

@@ -195,7 +195,8 @@ def test_mesh(text, tmp_path):
 WRONG = {
   # Verbs and flags.
   "trian": "no command 'trian'. Did you mean train?",
-  "''": "no command ''. There are train, launch,",
+  "''": "no command ''. There are train, finetune, launch,",
+  "finetune --data=chats.jsonl --workdir={new}": "--init_from is missing",
   "größer": "no command 'größer'",
   "train config.num_steps=3": "unexpected argument 'config.num_steps=3'. Everything is a flag",
   "train --workdri=x": "--workdri: there is no such flag. Did you mean --workdir?",
