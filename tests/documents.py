@@ -325,7 +325,10 @@ class Reader:
     if verb in DEFAULTS and not asks and not any(w.startswith("--config=") for w in words):
       words = [*words, *DEFAULTS[verb]]
     goes_on = refused or (sampled and "--config.mesh." in " ".join(words))
-    words = [self._replaced(word, new=verb in ("train", "data") and not goes_on) for word in words]
+    words = [
+      self._replaced(word, new=verb in ("train", "finetune", "data") and not goes_on)
+      for word in words
+    ]
     if not (refused or asks):
       check(verb, words, _virtual_devices(command))
     if verb == "train" and sampled and not any(w.startswith("--config.") for w in words):

@@ -236,6 +236,11 @@ def _going_on(folder: paths.Path) -> Config | None:
   """The config of the run in a folder, with the flags; None if there is none to go on with."""
   if not any((folder / workdir.CHECKPOINTS).glob("[0-9]*")):
     return None
+  if not (folder / "samples" / ANSWERS).exists():
+    raise ValueError(
+      f"--workdir={folder} holds a run that finetune did not begin. Name another folder; "
+      "`ats-jax train` goes on with that run."
+    )
   logging.info("%s holds a run, which goes on with its own settings", folder)
   return from_config_dict(CONFIG.applied(to_dict(workdir.load_config(folder))))
 

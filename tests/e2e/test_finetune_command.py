@@ -122,6 +122,12 @@ BAD = {
 }
 
 
+def test_a_workdir_of_another_run_is_refused(folder):
+  words = (f"--init_from={folder}/base", f"--data={folder}/chats.jsonl")
+  result = called("finetune", *words, f"--workdir={folder}/base")
+  assert result.code == REFUSED and "a run that finetune did not begin" in result.error()
+
+
 @pytest.mark.parametrize("line", BAD)
 def test_bad_input_is_one_clear_message(line, folder, tmp_path):
   (folder / "bare.jinja").write_text("{% for m in messages %}{{ m.content | upper }}{% endfor %}")

@@ -26,6 +26,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "reference" / "metrics.md"
 FIELDS = {"step", "wall_time", "sample"}
 # A device's alone: `Throughput` and `memory_metrics` are tested to write them.
 NOT_ON_A_CPU = {"train/mfu", "train/mfu_6n", *_DEVICE_STATS.values()}
+OF_A_STUDENT = {"train/divergence"}  # tests/unit/train/test_distill_run.py has it
 NOT_ALONE = {"hosts/slowest", "hosts/slowest_ratio"}  # of jobs: tests/multidevice has them
 # Of float16: tests/unit/train/test_loss_scale_run.py has them.
 NOT_WIDE = {"train/loss_scale", "train/loss_scale_change", "train/skipped", "train/skipped_updates"}
@@ -149,7 +150,9 @@ def test_every_metric_that_is_written_is_on_the_page(run):
   named = set(map(general, written)) - FIELDS
   assert any(name.startswith("eval/code/") for name in written)
   assert named - on_the_page().keys() == set()
-  assert on_the_page().keys() - named == NOT_ON_A_CPU | NOT_ALONE | NOT_MIXED | NOT_WIDE
+  assert on_the_page().keys() - named == (
+    NOT_ON_A_CPU | NOT_ALONE | NOT_MIXED | NOT_WIDE | OF_A_STUDENT
+  )
   # What sparse layers are worth.
   rows = [row for row in rows if "train/loss" in row]
   for row in rows:
