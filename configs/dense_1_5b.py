@@ -1,7 +1,7 @@
-r"""1.5B parameters, dense: one GPU of 80 GB or more, of the Hopper generation or newer.
+r"""1.5B parameters, dense: one GPU of 80 GB or more.
 
-Goal: the speed of a plain training step with real text, packed documents and checkpoints. On an
-older GPU attention has no fused kernel, which `ops.strict` refuses.
+Goal: the speed of a plain training step with real text, packed documents and checkpoints. Before
+the Hopper generation, attention needs Triton (the extra `triton`); without, `ops.strict` refuses.
 Command: python -m ats_jax train --config=configs/dense_1_5b.py --workdir=runs/dense_1_5b \
   --config.data.paths=TEXT
 Weights are float32, and planned to take 55.8 GiB of a device with all else; with bfloat16 weights

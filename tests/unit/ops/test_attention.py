@@ -270,6 +270,7 @@ def config_for(**changes):
     ({}, ("tpu",), "xla", "this is tpu"),
     (LONG, ("tpu",), "chunked", "this is tpu"),
     (LONG, AMPERE, "triton", "FlexAttention's speed"),
+    ({"ops__strict": True}, AMPERE, "triton", "FlexAttention's speed"),
     ({"ops__kernels": {"attention": "triton"}}, AMPERE, "triton", "ops.kernels=attention=triton"),
     (LONG | {"model__attn_soft_cap": 5.0}, HOPPER, "triton", "FlexAttention's speed"),
     ({}, TURING, "xla", "data.seq_len is 16, scores of 1024 fit"),
