@@ -24,8 +24,7 @@ EXPERTS_IN_A_LOOP = {"xla_gpu_enable_dynamic_slice_fusion": "false"}
 #   9.23B, 8 experts                                 81.1 -> 48.4 s   28,830 -> 28,546
 #   1.5B dense, d_model 2048                         17.0 ->  8.4 s   63,097 -> 62,479
 #   1.5B, an eighth of the tokens in each other layer  29 -> 15.9 s   96,358 -> 95,030
-# So they go where they win nothing: the first two, and where they take minutes: in 8 bits, and for
-# the many narrow matmuls of adapters.
+# So they go where they win nothing: the first two, and in 8 bits, where they take minutes.
 NO_TRITON_MATMULS = {"xla_gpu_enable_triton_gemm": "false"}
 WIDE_MODEL, MANY_EXPERTS = 4096, 64  # the first two
 # How many collectives XLA may have on their way at a time; its own default is one. A matmul has all
@@ -72,8 +71,7 @@ def default_options(cfg: Config, device: Device) -> Mapping[str, str]:
     options |= EXPERTS_IN_A_LOOP
   experts, wide = cfg.moe.num_experts, cfg.model.d_model >= WIDE_MODEL
   gain_nothing = experts >= MANY_EXPERTS if experts else wide and not in_a_loop
-  adapts = cfg.finetune.adapter.name != "none"
-  if (cfg.precision.fp8 or adapts or gain_nothing) and re.search(NVIDIA, device.kind):
+  if (cfg.precision.fp8 or gain_nothing) and re.search(NVIDIA, device.kind):
     options |= NO_TRITON_MATMULS
   if cfg.mesh.keep_gathered and re.search(NVIDIA, device.kind):
     options |= SEVERAL_COLLECTIVES
