@@ -45,11 +45,11 @@ class Card(NamedTuple):
 
 
 CARDS = {
-  "8gb": Card("Qwen3-0.6B", 28, 1024, 3072, 16, 8, 151_936, seq=2048, rows=1, accum=8, tied=True),
-  "16gb": Card("Qwen3-4B", 36, 2560, 9728, 32, 8, 151_936, seq=1024, rows=1, accum=8, tied=True),
-  "24gb": Card("Llama-3.1-8B", 32, 4096, 14_336, 32, 8, 128_256, seq=1024, rows=1, accum=8),
+  "8gb": Card("Qwen3-1.7B", 28, 2048, 6144, 16, 8, 151_936, seq=4096, rows=1, accum=8, tied=True),
+  "16gb": Card("Qwen3-4B", 36, 2560, 9728, 32, 8, 151_936, seq=4096, rows=1, accum=8, tied=True),
+  "24gb": Card("Llama-3.1-8B", 32, 4096, 14_336, 32, 8, 128_256, seq=4096, rows=1, accum=8),
   "48gb": Card("Qwen3-14B", 40, 5120, 17_408, 40, 8, 151_936, seq=4096, rows=1, accum=8),
-  "80gb": Card("Qwen3-32B", 64, 5120, 25_600, 64, 8, 151_936, seq=1024, rows=1, accum=8),
+  "80gb": Card("Qwen3-32B", 64, 5120, 25_600, 64, 8, 151_936, seq=4096, rows=1, accum=8),
   "141gb": Card("Mixtral-8x7B", 32, 4096, 14_336, 32, 8, 32_000, 4096, 1, 8, experts=8),
 }
 

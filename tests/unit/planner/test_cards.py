@@ -45,7 +45,9 @@ def test_weights_that_do_not_fit_become_codes():
   """8.03B on a card of 12 GB; what is given stays."""
 
   def chosen(*given):
-    chooser = Chooser(load_file("finetune:24gb").to_dict(), frozenset(given))
+    config = load_file("finetune:24gb")
+    config.data.seq_len = 1024
+    chooser = Chooser(config.to_dict(), frozenset(given))
     chooser.of_memory(12 * GIB, 1, typical("RTX3060"))
     return chooser
 
