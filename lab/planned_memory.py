@@ -41,6 +41,7 @@ from lab.planned_times import (
   plan,
 )
 
+LORA = f"{DENSE} finetune.adapter=lora"
 LESS, TENSOR = f"{EXPERT} {FEWER}", "mesh.tensor=2"
 TWELVE = f"{EIGHT} model.num_layers=12 precision.param_dtype=float32"
 BINS, HOSTS = "moe.exchange=bins", "moe.exchange=hierarchical moe.exchange.hosts=2"
@@ -81,6 +82,9 @@ STEPS = (
   Measured("H200", 2, "8.03B, fsdp", f"{DENSE} {FSDP}", 8, 74.9, is_compiled=True),
   Measured("H200", 2, "8.03B, fsdp, kept", f"{DENSE} {KEPT}", 8, 87.9),
   Measured("H200", 2, "8.03B, copied", f"{DENSE} {COPIED}", 8, 92.0),
+  Measured("H200", 1, "8.03B, LoRA, remat=dots", f"{LORA} step.remat=dots", 2, 64.5),
+  Measured("H200", 1, "the same, remat=names", f"{LORA} step.remat=names", 2, 43.5),
+  Measured("H200", 1, "the same, remat=full", f"{LORA} step.remat=full", 4, 27.3),
   Measured("H200", 1, "8 experts", EIGHT, 4, 89.1),
   Measured("H200", 2, "8 experts, fsdp", f"{EIGHT} {FSDP}", 8, 59.7, is_compiled=True),
   Measured("H200", 2, "8 experts, fsdp, kept", f"{EIGHT} {KEPT}", 8, 77.1),

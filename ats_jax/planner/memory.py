@@ -175,9 +175,11 @@ def _sizes(cfg: Config, state: TrainState, kept: Callable[[Config, int], int] | 
       waiting = ticks * kept_too / parts
       waiting += traced(under("full"), behind) + (ticks - blocks * behind / rows) * stream
   table, *_ = weights_of(state.model.head or state.model.embed)
-  of_head = _gradient_bytes(trainable(table))
-  whole_head = 0 if isinstance(table, Frozen) else table.size // num_shards("vocab") * 4
-  waiting = round(waiting - of_head // table.dtype.itemsize * 4)
+  of_head, is_frozen = _gradient_bytes(trainable(table)), isinstance(table, Frozen)
+  whole_head = 0 if is_frozen else table.size // num_shards("vocab") * 4
+  # The trace has a float32 gradient of the head; of a frozen one nobody computes it.
+  traced = device_bytes(table) if is_frozen else of_head
+  waiting = round(waiting - traced // table.dtype.itemsize * 4)
   scored = num_shards(seq_axis("vocab"))  # parts of a row
   of_chunk = cfg.step.loss_chunk_tokens // (num_shards("rows") * scored)
   chunk = min(behind * cfg.data.seq_len // scored, max(1, of_chunk))
