@@ -27,6 +27,7 @@ from ats_jax.model.param import trainable
 from ats_jax.planner.abstract import device_bytes, resolve_without_data
 from ats_jax.sharding.mesh import make_mesh, on_mesh
 from ats_jax.step.program import make_program
+from lab.runs import llama_8b
 
 RUNS = 5  # of which the median counts
 GB = 1e9
@@ -53,19 +54,10 @@ class Row(NamedTuple):
 
 def config_of(name: str) -> Config:
   """A model of the shape of Llama 3.1 8B, but for what flags say."""
-  heads = _WIDTH.value // 128
   config = base_config()
   config.update(
     {
-      "model": {
-        "vocab_size": _VOCAB.value,
-        "num_layers": _LAYERS.value,
-        "d_model": _WIDTH.value,
-        "num_heads": heads,
-        "num_kv_heads": max(1, heads // 4),
-        "d_ff": 7 * _WIDTH.value // 2,
-        "tie_embeddings": False,
-      },
+      "model": llama_8b(_LAYERS.value, _WIDTH.value, _VOCAB.value),
       "optimizer": {"name": name},
       "data": {"tokenizer": "bytes"},
       "precision": {"param_dtype": _DTYPE.value},

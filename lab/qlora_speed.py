@@ -25,6 +25,7 @@ from ats_jax.ops import packed
 from ats_jax.planner.abstract import device_bytes, resolve_without_data
 from ats_jax.sharding.mesh import make_mesh, on_mesh, to_global
 from ats_jax.step.program import make_program
+from lab.runs import llama_8b
 
 GB = 1e9
 
@@ -48,19 +49,10 @@ class Row(NamedTuple):
 
 def config_of(base: str) -> Config:
   """The run, with its base in a format."""
-  heads = _WIDTH.value // 128
   config = base_config()
   config.update(
     {
-      "model": {
-        "vocab_size": 128_256,
-        "num_layers": _LAYERS.value,
-        "d_model": _WIDTH.value,
-        "num_heads": heads,
-        "num_kv_heads": max(1, heads // 4),
-        "d_ff": 7 * _WIDTH.value // 2,
-        "tie_embeddings": False,
-      },
+      "model": llama_8b(_LAYERS.value, _WIDTH.value, 128_256),
       "data": {"tokenizer": "bytes", "batch_size": _ROWS.value, "seq_len": _SEQ.value},
       "precision": {"param_dtype": "bfloat16"},
     }

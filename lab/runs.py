@@ -45,6 +45,20 @@ class Result:
   step_secs: float
 
 
+def llama_8b(layers: int, width: int, vocab: int) -> Changes:
+  """Settings of `model`: the shape of Llama 3.1 8B, with other layers, width (n * 128) or vocab."""
+  heads = width // 128
+  return {
+    "vocab_size": vocab,
+    "num_layers": layers,
+    "d_model": width,
+    "num_heads": heads,
+    "num_kv_heads": max(1, heads // 4),
+    "d_ff": 7 * width // 2,
+    "tie_embeddings": False,
+  }
+
+
 def tiny_config(changes: Changes) -> ConfigDict:
   """Two layers on the bytes of Python's standard library; WSD with 30 % decay."""
   config = base_config()

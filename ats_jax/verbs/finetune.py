@@ -148,6 +148,8 @@ def chosen(chooser: Chooser, most: int) -> Config:
   kind = jax.devices()[0].device_kind
   names = [name for name, row in TYPICAL.items() if row.kind == kind]
   limit = round(memory_metrics().get("memory/device_limit_gib", 0) * GIB)
+  if limit and not names:
+    logging.warning("the speed of %s is not known: settings are compared as on an H100", kind)
   chooser.of_memory(limit, devices, typical(names[0] if names else "H100"))
   for choice in chooser.choices:
     logging.info("chosen: %s", choice.in_words())
