@@ -156,3 +156,57 @@ def grouped_weight_gradient(groups: int, d_in: int, d_out: int) -> Launch:
 def num_tiles(rows: int, groups: int, block_m: int) -> int:
   """Blocks of rows that all groups may need, and the rows behind them."""
   return rows // block_m + groups + 1
+
+
+PAGED = _tiles("block_n", (64, 4, 3), (32, 4, 2), (32, 4, 1))
+ROW = _tiles("block_out block_in", (4, 1024, 4, 3), (8, 512, 4, 3), (4, 512, 4, 1))
+FEW_ROWS = _tiles("block_out block_in", (64, 128, 4, 4), (32, 128, 4, 3), (32, 64, 4, 2))
+PROGRAMS = 264  # twice the multiprocessors of a Hopper GPU
+
+
+def paged_attention(
+  q_shape: Sequence[int],
+  pages_shape: Sequence[int],
+  row_pages: int,
+  window: int | None,
+  soft_cap: float | None,
+) -> Launch:
+  """Attention of one token a row to keys and values in pages.
+
+  Args:
+    q_shape: [rows, heads, width]; the width is a power of two from 16 on.
+    pages_shape: [pages, slots of a page, kv_heads, width].
+    row_pages: pages of a row at most.
+    window: as in `ops.attention.causal.attention`, as the soft cap.
+    soft_cap: of scores, or None.
+  """
+  (rows, heads, width), (_, page, kv_heads, _) = q_shape, pages_shape
+  splits = max(1, min(row_pages, PROGRAMS // (rows * kv_heads), 32))
+  constants = {
+    "heads": heads,
+    "kv_heads": kv_heads,
+    "width": width,
+    "page": page,
+    "row_pages": row_pages,
+    "splits": splits,
+    "window": window or 0,
+    "soft_cap": float(soft_cap or 0),
+    "scale": width**-0.5,
+    "block_m": max(16, 1 << (heads // kv_heads - 1).bit_length()),
+  }
+  tiles = [tile for tile in PAGED if page % tile.blocks["block_n"] == 0]
+  return Launch(
+    "decode", "paged_attention", constants, tiles, lambda blocks: (rows * kv_heads, splits)
+  )
+
+
+def row_matmul(rows: int, d_out: int, d_in: int) -> Launch:
+  """Few rows times a matrix [d_out, d_in]."""
+  constants = {"rows": rows, "d_in": d_in, "d_out": d_out}
+  programs = lambda blocks: math.ceil(d_out / blocks["block_out"])
+  if rows == 1:
+    return Launch("decode", "row_matmul", constants, ROW, lambda blocks: (programs(blocks), rows))
+  constants["block_m"] = max(16, 1 << (rows - 1).bit_length())
+  return Launch(
+    "decode", "few_rows_matmul", constants, FEW_ROWS, lambda blocks: (programs(blocks), 1)
+  )

@@ -5,7 +5,7 @@ Letters: B batch, T queries, S keys, D d_model, N query heads, K key/value heads
 
 import functools
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, Self
 
 import jax
 import jax.numpy as jnp
@@ -25,11 +25,45 @@ from ats_jax.sharding.rules import spec
 RopeTable = tuple[jax.Array, jax.Array]
 
 
+class Attended(Protocol):
+  """Keys and values of earlier tokens, to which new tokens are added and then attend."""
+
+  @property
+  def slots(self) -> int:
+    """The number of tokens of a row that it can hold."""
+    ...
+
+  def attend(
+    self,
+    q_BTNH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
+    index_BT: jax.Array,
+    *,
+    window: int | None,
+    soft_cap: float | None,
+    sinks_N: jax.Array | None,
+  ) -> tuple[jax.Array, Self]:
+    """The output like the queries, and what holds the new tokens too (see `cached_attention`)."""
+    ...
+
+
 class KVCache(NamedTuple):
   """The keys and values of the tokens seen so far. The decoder stacks them over layers."""
 
   k_BSKH: jax.Array
   v_BSKH: jax.Array
+
+  @property
+  def slots(self) -> int:
+    """As of `Attended`."""
+    return self.k_BSKH.shape[1]
+
+  def attend(self, q_BTNH, k_BTKH, v_BTKH, index_BT, **options) -> tuple[jax.Array, "KVCache"]:
+    """As of `Attended`."""
+    new = (q_BTNH, k_BTKH, v_BTKH)
+    y_BTNH, *updated = cached_attention(*new, self.k_BSKH, self.v_BSKH, index_BT, **options)
+    return y_BTNH, KVCache(*updated)
 
 
 class Attention(nnx.Module):
@@ -71,10 +105,10 @@ class Attention(nnx.Module):
     table: RopeTable,
     *,
     segment_ids_BT: jax.Array | None = None,
-    cache: KVCache | None = None,
+    cache: Attended | None = None,
     index_BT: jax.Array | None = None,
     fp8: bool = False,
-  ) -> tuple[jax.Array, KVCache | None]:
+  ) -> tuple[jax.Array, Attended | None]:
     """Attend within segments (training) or to a cache (generation).
 
     Args:
@@ -106,17 +140,15 @@ class Attention(nnx.Module):
       )
     else:
       assert index_BT is not None
-      y_BTNH, *updated = cached_attention(
+      y_BTNH, cache = cache.attend(
         q_BTNH,
         k_BSKH,
         v_BSKH,
-        *cache,
         index_BT,
         window=self.window,
         soft_cap=self.soft_cap,
         sinks_N=sinks_N,
       )
-      cache = KVCache(*updated)
     return checkpoint_name(self.out(y_BTNH, fp8=fp8), ATTENTION_OUT), cache
 
   def heads(

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ats_jax.config.schema import Config, ModelConfig
-from ats_jax.model.attention import Attention, KVCache, RopeTable
+from ats_jax.model.attention import Attended, Attention, RopeTable
 from ats_jax.model.forward_pass import Pass
 from ats_jax.model.layer_kinds import LayerKind
 from ats_jax.model.layers import MLP, RMSNorm
@@ -81,7 +81,7 @@ class LayerCache(NamedTuple):
     taken_B: int32, how many places each row has used; None in a layer that skips no token.
   """
 
-  kv: "KVCache | LatentCache"
+  kv: "Attended | LatentCache"
   taken_B: jax.Array | None
 
 
@@ -214,7 +214,7 @@ class Block(nnx.Module):
 
   def _total_places(self, cache: LayerCache, rules: Pass) -> int:
     """The number of places that a whole row of the cache's length has in this layer."""
-    length = cache.kv[0].shape[1]
+    length = cache.kv.slots
     return rules.places(length) if self.scope == "ffn" else length
 
   def largest_logit(self, x_BTD: jax.Array, tokens: TokenContext) -> jax.Array:

@@ -87,7 +87,7 @@ class Decoder(nnx.Module):
     skips = any(kind.mod for segment in self.layout for kind in segment.kinds)
     stream_axes = row_axis(tokens_BT.shape[0]), "residual_seq"
     depth_BT = ensure_sharding(jnp.zeros_like(segment_ids_BT), *stream_axes) if skips else None
-    x_BTD = ensure_sharding(self._lookup(tokens_BT), *stream_axes, "act_embed")
+    x_BTD = ensure_sharding(self.lookup(tokens_BT), *stream_axes, "act_embed")
     carry, side_inputs = (x_BTD, depth_BT), (positions_BT, segment_ids_BT)
     layers = [
       Layers(blocks, segment.layer_indices(0), self._formats(segment, rules))
@@ -173,7 +173,7 @@ class Decoder(nnx.Module):
         extended.append(new)
       return x_BTD, tuple(extended)
 
-    x_BTD, new_cache = reshard(self._lookup(tokens_BT), "batch", "residual_seq", "act_embed"), []
+    x_BTD, new_cache = reshard(self.lookup(tokens_BT), "batch", "residual_seq", "act_embed"), []
     for segment, blocks, caches in zip(self.layout, self.segments, cache, strict=True):
       firsts = jnp.array(segment.layer_indices(0))
       x_BTD, extended = self.num.stack.scan(super_block, blocks, x_BTD, (firsts, caches))
@@ -201,7 +201,7 @@ class Decoder(nnx.Module):
         x_BTD, *_ = layer(x_BTD, tokens, rules, layer=first + place)
       return x_BTD, tuple(logits)
 
-    x_BTD = ensure_sharding(self._lookup(tokens_BT), rows, "residual_seq", "act_embed")
+    x_BTD = ensure_sharding(self.lookup(tokens_BT), rows, "residual_seq", "act_embed")
     logits, indices = list[jax.Array](), list[int]()
     for segment, blocks in zip(self.layout, self.segments, strict=True):
       firsts = jnp.array(segment.layer_indices(0))
@@ -253,7 +253,8 @@ class Decoder(nnx.Module):
     cap = self.cfg.logit_soft_cap
     return cap * jnp.tanh(logits_BTV / cap) if cap else logits_BTV
 
-  def _lookup(self, tokens_BT: jax.Array) -> jax.Array:
+  def lookup(self, tokens_BT: jax.Array) -> jax.Array:
+    """The rows [batch, seq, d_model] of the embedding, in the compute dtype."""
     num, table_VD = self.num, self.embed.value()  # the lookup casts single rows
     x_BTD = embedding_lookup(
       table_VD, tokens_BT, num.compute_dtype, deterministic=num.deterministic

@@ -41,6 +41,19 @@ class LatentCache(NamedTuple):
   latent_BSC: jax.Array
   rotated_BSR: jax.Array
 
+  @property
+  def slots(self) -> int:
+    """The number of tokens of a row that it can hold."""
+    return self.latent_BSC.shape[1]
+
+  def attend(
+    self, q_BTNC, turned_BTNR, latent_BTC, rotated_BTR, index_BT, *, scale
+  ) -> tuple[jax.Array, "LatentCache"]:
+    """Attend after the new tokens are added: see `cached_latent_attention`."""
+    new = (q_BTNC, turned_BTNR, latent_BTC, rotated_BTR)
+    y_BTNC, *updated = cached_latent_attention(*new, *self, index_BT, scale=scale)
+    return y_BTNC, LatentCache(*updated)
+
 
 class LatentAttention(nnx.Module):
   """Causal self-attention whose keys and values are made of one narrow latent of a token.
@@ -147,17 +160,9 @@ class LatentAttention(nnx.Module):
     keys_CNx, values_CNV = jnp.split(weight_CNx, [self.num_fixed], axis=-1)
     fixed_BTNx, rotated_q_BTNR = jnp.split(q_BTNH, [self.num_fixed], axis=-1)
     q_BTNC = einsum("BTNx,CNx->BTNC", fixed_BTNx, keys_CNx, axes=QUERY_AXES)
-    y_BTNC, *updated = cached_latent_attention(
-      q_BTNC,
-      rotated_q_BTNR,
-      latent_BTC,
-      rotated_BTR,
-      cache.latent_BSC,
-      cache.rotated_BSR,
-      index_BT,
-      scale=q_BTNH.shape[-1] ** -0.5,
-    )
-    return einsum("BTNC,CNV->BTNV", y_BTNC, values_CNV, axes=QUERY_AXES), LatentCache(*updated)
+    new = (q_BTNC, rotated_q_BTNR, latent_BTC, rotated_BTR)
+    y_BTNC, cache = cache.attend(*new, index_BT, scale=q_BTNH.shape[-1] ** -0.5)
+    return einsum("BTNC,CNV->BTNV", y_BTNC, values_CNV, axes=QUERY_AXES), cache
 
   def empty_cache(self, shape: tuple[int, int, int], dtype: jnp.dtype) -> LatentCache:
     """An empty cache; `shape` is [layers, batch, slots]."""

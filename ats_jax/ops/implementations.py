@@ -25,6 +25,7 @@ from kernels_cuda import (
   swiglu,
 )
 from kernels_pallas.grouped_matmul import slots as mosaic
+from kernels_triton import decode_slots
 from kernels_triton import slots as triton_slots
 
 
@@ -61,15 +62,17 @@ class Op:
     slots: their names.
     kernels: the preferred first.
     used_by: what a config must be for its runs to use the op; None = all do.
+    generates: it is used by the inference engine, and by no training.
   """
 
   slots: tuple[str, ...]
   kernels: tuple[Kernel, ...] = ()
   used_by: Condition | None = None
+  generates: bool = False
 
   def is_used(self, cfg: Config) -> bool:
-    """Whether runs of a config use it."""
-    return self.used_by is None or self.used_by.is_met(cfg)
+    """Whether training runs of a config use it."""
+    return not self.generates and (self.used_by is None or self.used_by.is_met(cfg))
 
 
 FORWARD_BACKWARD = ("forward", "backward")
@@ -284,5 +287,31 @@ OPS: dict[str, Op] = {
       update=adamw.adamw,
     ),
     used_by=when("optimizer.name", "adamw"),
+  ),
+  "paged_attention": Op(
+    ("one_token",),
+    (
+      Kernel(
+        "triton",
+        {"one_token": decode_slots.paged_attention},
+        default=("one_token",),
+        why="reads pages where they are",
+        obstacle=requirements.triton_paged_attention,
+      ),
+    ),
+    generates=True,
+  ),
+  "row_matmul": Op(
+    ("forward",),
+    (
+      Kernel(
+        "triton",
+        {"forward": decode_slots.row_matmul},
+        default=(),
+        why="not measured",
+        obstacle=requirements.triton,
+      ),
+    ),
+    generates=True,
   ),
 }

@@ -88,6 +88,20 @@ def choose(cfg: Config, device: Device) -> tuple[Kernels, tuple[Choice, ...]]:
   return Kernels(names, tuned_for=device.kind, asked=tuple(asked)), tuple(choices)
 
 
+def choose_generation(
+  cfg: Config, device: Device, kernels: Kernels
+) -> tuple[Kernels, tuple[Choice, ...]]:
+  """Fill the slots of the ops that the inference engine adds to those of a run; as `choose`."""
+  names, choices = [], []
+  for op, entry in OPS.items():
+    if entry.generates:
+      of_op = choose_op(cfg, device, op)
+      names += [(f"{op}.{s}", c.implementation) for s, c in of_op.items()]
+      choices += _merged(op, of_op)
+  names = tuple((slot, name) for slot, name in names if name != "xla")
+  return dataclasses.replace(kernels, names=kernels.names + names), tuple(choices)
+
+
 def choose_op(cfg: Config, device: Device, op: str) -> dict[str, Choice]:
   """A choice for each slot of one op. Raises as `choose`."""
   asked = asked_for(cfg)

@@ -127,6 +127,15 @@ def triton_attention(cfg: Config, device: Device) -> str:
   return ""
 
 
+def triton_paged_attention(cfg: Config, device: Device) -> str:
+  """Obstacle of `kernels_triton.decode.paged_attention`."""
+  if obstacle := triton(cfg, device):
+    return obstacle
+  if (width := cfg.model.head_dim) & (width - 1) or not 16 <= width <= 256:
+    return f"the kernel takes widths of 16, 32, 64, 128, 256, model.head_dim is {width}"
+  return ""
+
+
 def triton(cfg: Config, device: Device) -> str:
   """Obstacle of all of `kernels_triton`: Triton has no tensor cores of GPUs before sm_80.
 

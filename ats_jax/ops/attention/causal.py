@@ -199,18 +199,7 @@ def cached_attention(
     rows = jnp.arange(q.shape[0])[:, None]
     k_cache = k_cache.at[rows, index].set(k.astype(k_cache.dtype))
     v_cache = v_cache.at[rows, index].set(v.astype(v_cache.dtype))
-    slots = jnp.arange(k_cache.shape[1])
-    visible_B1TS = (slots <= index[:, :, None])[:, None]
-    if window is not None:
-      visible_B1TS &= (slots > index[:, :, None] - window)[:, None]
-    if soft_cap is not None or sinks is not None or q.dtype == jnp.float16:  # as `_dense`
-      return (
-        _attention_with_options(q, k_cache, v_cache, visible_B1TS, soft_cap, sinks),
-        k_cache,
-        v_cache,
-      )
-    y = jax.nn.dot_product_attention(q, k_cache, v_cache, mask=visible_B1TS, implementation="xla")
-    return y, k_cache, v_cache
+    return attend_to_slots(q, k_cache, v_cache, index, window, soft_cap, sinks), k_cache, v_cache
 
   sinks, sinks_axes = ((), ()) if sinks_N is None else ((sinks_N,), (("heads",),))
   return island(
@@ -218,3 +207,16 @@ def cached_attention(
     in_axes=(Q_AXES, KV_AXES, KV_AXES, KV_AXES, KV_AXES, TOKEN_AXES, *sinks_axes),
     out_axes=(Q_AXES, KV_AXES, KV_AXES),
   )(q_BTNH, k_BTKH, v_BTKH, k_cache_BSKH, v_cache_BSKH, index_BT, *sinks)
+
+
+def attend_to_slots(q_BTNH, k_BSKH, v_BSKH, index_BT, window, soft_cap, sinks_N):
+  """Attention of local arrays whose query sees the slots up to its own; all scores in memory."""
+  slots = jnp.arange(k_BSKH.shape[1])
+  visible_B1TS = (slots <= index_BT[:, :, None])[:, None]
+  if window is not None:
+    visible_B1TS &= (slots > index_BT[:, :, None] - window)[:, None]
+  if soft_cap is not None or sinks_N is not None or q_BTNH.dtype == jnp.float16:  # as `_dense`
+    return _attention_with_options(q_BTNH, k_BSKH, v_BSKH, visible_B1TS, soft_cap, sinks_N)
+  return jax.nn.dot_product_attention(
+    q_BTNH, k_BSKH, v_BSKH, mask=visible_B1TS, implementation="xla"
+  )

@@ -46,13 +46,8 @@ def cached_latent_attention(
     rows = jnp.arange(q.shape[0])[:, None]
     latent_cache = latent_cache.at[rows, index].set(latent.astype(latent_cache.dtype))
     rotated_cache = rotated_cache.at[rows, index].set(rotated.astype(rotated_cache.dtype))
-    wide = jnp.promote_types(q.dtype, jnp.float32)
-    scores_BNTS = jnp.einsum("BTNC,BSC->BNTS", q, latent_cache, preferred_element_type=wide)
-    scores_BNTS += jnp.einsum("BTNR,BSR->BNTS", turned, rotated_cache, preferred_element_type=wide)
-    visible_BTS = jnp.arange(latent_cache.shape[1]) <= index[:, :, None]
-    scores_BNTS = jnp.where(visible_BTS[:, None], scale * scores_BNTS, -jnp.inf)
-    weights_BNTS = jax.nn.softmax(scores_BNTS).astype(q.dtype)
-    return jnp.einsum("BNTS,BSC->BTNC", weights_BNTS, latent_cache), latent_cache, rotated_cache
+    y = attend_to_latents(q, turned, latent_cache, rotated_cache, index, scale)
+    return y, latent_cache, rotated_cache
 
   return island(
     local,
@@ -61,3 +56,14 @@ def cached_latent_attention(
   )(
     q_BTNC, turned_BTNR, latent_BTC, rotated_BTR, latent_cache_BSC, rotated_cache_BSR, index_BT
   )  # fmt: skip
+
+
+def attend_to_latents(q_BTNC, turned_BTNR, latent_BSC, rotated_BSR, index_BT, scale) -> jax.Array:
+  """Attention of local arrays whose query sees the slots up to its own."""
+  wide = jnp.promote_types(q_BTNC.dtype, jnp.float32)
+  scores_BNTS = jnp.einsum("BTNC,BSC->BNTS", q_BTNC, latent_BSC, preferred_element_type=wide)
+  scores_BNTS += jnp.einsum("BTNR,BSR->BNTS", turned_BTNR, rotated_BSR, preferred_element_type=wide)
+  visible_BTS = jnp.arange(latent_BSC.shape[1]) <= index_BT[:, :, None]
+  scores_BNTS = jnp.where(visible_BTS[:, None], scale * scores_BNTS, -jnp.inf)
+  weights_BNTS = jax.nn.softmax(scores_BNTS).astype(q_BTNC.dtype)
+  return jnp.einsum("BNTS,BSC->BTNC", weights_BNTS, latent_BSC)

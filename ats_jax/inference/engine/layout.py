@@ -1,0 +1,145 @@
+"""A decoder as it is served: layers apart, and matrices packed once for few rows at a time.
+
+Letters: B rows, T tokens, V vocab, D d_model, F outputs.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from ats_jax.model.attention import Attention
+from ats_jax.model.block import Block, LayerCache, tokens_at
+from ats_jax.model.decoder import Decoder
+from ats_jax.model.forward_pass import Pass
+from ats_jax.model.layers import MLP, Linear
+from ats_jax.model.numerics import NARROW
+from ats_jax.model.param import is_variable
+from ats_jax.ops.registry import Kernels
+from ats_jax.ops.row_matmul import row_matmul
+from ats_jax.sharding.apply import island
+
+
+class Packed(nnx.Module):
+  """Stands for the weights of linear layers that read one input: their matrices as one.
+
+  The first of the layers has it, the others have None.
+
+  Attributes:
+    matrix: [all outputs, inputs] in the compute dtype.
+  """
+
+  def __init__(self, layers: Sequence[Linear], dtype: jnp.dtype, kernels: Kernels):
+    """Copy the weights of layers."""
+    self.inputs = layers[0].inputs
+    self.outputs = tuple(layer.outputs for layer in layers)
+    self.kernels, num_inputs = kernels, len(self.inputs)
+    weights = [layer.value(dtype) for layer in layers]
+    self.shapes = tuple(w.shape[num_inputs:] for w in weights)
+    self.matrix = nnx.Param(jnp.concatenate([
+      w.reshape(math.prod(w.shape[:num_inputs]), -1).T for w in weights
+    ]))  # fmt: skip
+
+  def products(self, multiply: Any, x: jax.Array, layers: Sequence[Linear]) -> tuple[Any, ...]:
+    """`x` times the matrix of each layer (`model.layers.project`)."""
+    del multiply, layers
+
+    def local(x, matrix_FD):
+      y_MF = row_matmul(x.reshape(-1, matrix_FD.shape[1]), matrix_FD, self.kernels)
+      ends = [sum(map(math.prod, self.shapes[: n + 1])) for n in range(len(self.shapes) - 1)]
+      parts = jnp.split(y_MF, ends, axis=1)
+      return tuple(
+        y.reshape(*x.shape[:2], *shape) for y, shape in zip(parts, self.shapes, strict=True)
+      )
+
+    return island(
+      local,
+      in_axes=(("batch", "seq", *self.inputs), (None, None)),
+      out_axes=tuple(("batch", "seq", *axes) for axes in self.outputs),
+    )(x, self.matrix[...])
+
+
+class Served(nnx.Module):
+  """A decoder for generation on one device.
+
+  Attributes:
+    layers: its blocks, from the bottom up.
+    decoder: the rest of it.
+    head: [vocab, d_model] in the compute dtype.
+  """
+
+  def __init__(self, decoder: Decoder, kernels: Kernels):
+    """Pack a decoder, whose layers are taken out of it: their memory is free afterwards."""
+    self.kernels, dtype = kernels, decoder.num.compute_dtype
+    layers = list[Block]()
+    for segment in decoder.segments:
+      places = segment.layers
+      for number in range(len(jax.tree.leaves(segment)[0])):
+        layers += [_packed(jax.tree.map(lambda x: x[number], b), dtype, kernels) for b in places]
+      for leaf in jax.tree.leaves(segment):
+        leaf.delete()
+    self.layers = nnx.List(layers)
+    self.head = nnx.Param(decoder.head_weights())
+    decoder.segments = nnx.List([])
+    decoder.head = None
+    self.decoder = decoder
+
+  def extend(
+    self,
+    tokens_BT: jax.Array,
+    index_BT: jax.Array,
+    pages: Sequence[LayerCache],
+    rules: Pass,
+  ) -> tuple[jax.Array, list[LayerCache]]:
+    """Run tokens as the continuation of what pages hold.
+
+    Args:
+      tokens_BT: int32 [rows, tokens].
+      index_BT: position of each token in its row; -1 = padding.
+      pages: of each layer, for these rows.
+      rules: the rules of an evaluation pass.
+
+    Returns:
+      Final activations [rows, tokens, d_model], and the pages with the tokens in them.
+    """
+    tokens = tokens_at(self.decoder.cfg, jnp.maximum(index_BT, 0), index_BT + 1, index_BT)
+    x_BTD, extended = self.decoder.lookup(tokens_BT), []
+    for number, (layer, cache) in enumerate(zip(self.layers, pages, strict=True)):
+      x_BTD, _, _, new = layer(x_BTD, tokens, rules, layer=jnp.int32(number), cache=cache)
+      assert isinstance(new, LayerCache)
+      extended.append(new)
+    return self.decoder.final_norm(x_BTD), extended
+
+  def logits(self, x_BD: jax.Array) -> jax.Array:
+    """Scores [rows, vocab] in float32."""
+    local = lambda x, head: row_matmul(x, head, self.kernels, jnp.float32)
+    plain = (None, None)
+    logits_BV = island(local, in_axes=(plain, plain), out_axes=plain)(x_BD, self.head[...])
+    cap = self.decoder.cfg.logit_soft_cap
+    return cap * jnp.tanh(logits_BV / cap) if cap else logits_BV
+
+
+def _packed(block: Block, dtype: jnp.dtype, kernels: Kernels) -> Block:
+  """A layer with its matrices packed, and everything else that is multiplied in `dtype`."""
+  together = []
+  if isinstance(block.attn, Attention):
+    together.append((block.attn.q, block.attn.k, block.attn.v))
+  mlp = block.mlp if isinstance(block.mlp, MLP) else block.mlp.shared
+  if mlp is not None:
+    together.append((mlp.gate, mlp.up))
+  taken = {id(layer) for group in together for layer in group}
+  # Latent attention multiplies by parts of this one, which it asks for as it is stored.
+  taken.add(id(getattr(block.attn, "kv", None)))
+  for _, module in nnx.iter_modules(block):
+    if type(module) is Linear and id(module) not in taken:
+      together.append((module,))
+  for layers in together:
+    packed = Packed(layers, dtype, kernels)
+    for number, layer in enumerate(layers):
+      layer.weight = packed if number == 0 else None
+  is_matrix = lambda v: is_variable(v) and getattr(v, "role", None) in NARROW
+  cast = lambda v: v.replace(v.get_value().astype(dtype)) if is_matrix(v) else v
+  return jax.tree.map(cast, block, is_leaf=is_variable)

@@ -1,0 +1,348 @@
+"""The device's side of the engine: compiled programs for chunks of prompts and for single tokens.
+
+Letters: B rows of a call, R rows of the engine, T tokens, W pages of a row, V vocab.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import logging
+
+from ats_jax.data.tokens.tokenizer import Tokenizer
+from ats_jax.inference.engine.caches import PAGE_AXES, View, pages_of, slots_of, widths_of
+from ats_jax.inference.engine.layout import Served
+from ats_jax.inference.engine.request import Request
+from ats_jax.inference.engine.sampling import Draw, Drawn, Settings, draw, penalises
+from ats_jax.inference.engine.schedule import Chunk, Row, Step, Tokens
+from ats_jax.model.block import LayerCache
+from ats_jax.model.decoder import Decoder
+from ats_jax.model.forward_pass import Pass
+from ats_jax.ops.registry import Kernels, choose_generation
+from ats_jax.sharding.apply import reshard
+from ats_jax.sharding.rules import spec
+from ats_jax.step.program import Program
+
+# Sizes for which programs are compiled; fewer rows, and shorter chunks, are filled up.
+ROWS = (1, 4, 16, 64, 256)
+LEAST_TOKENS = 32
+SHARE_OF_MEMORY = 0.85  # of what weights leave free that pages may take, beside activations
+
+
+class State(NamedTuple):
+  """What the device keeps from step to step, donated to each program.
+
+  Attributes:
+    layers: of each layer the arrays of its pages.
+    taken: of each layer that skips tokens int32 [R + 1], places that a row has used; else None.
+    token_R: int32 [R + 1], the token that each row drew last. The last row is nobody's.
+    counts_RV: int32 [R + 1, V] as `draw` takes them, once a request wants them; None before.
+  """
+
+  layers: tuple[tuple[jax.Array, ...], ...]
+  taken: tuple[jax.Array | None, ...]
+  token_R: jax.Array
+  counts_RV: jax.Array | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+  """How much the engine holds.
+
+  Attributes:
+    context: tokens of a prompt and its answer.
+    rows: requests at once.
+    page: tokens of a page.
+    chunk: tokens of prompts that are read in a step.
+    pages: pages in all; 0 = what there is memory for.
+  """
+
+  context: int
+  rows: int = 64
+  page: int = 64
+  chunk: int = 1024
+  pages: int = 0
+
+
+class ModelRunner:
+  """Runs the steps of a scheduler with a model (`schedule.Runner`). Call it under the mesh."""
+
+  def __init__(
+    self,
+    decoder: Decoder,
+    program: Program,
+    tokenizer: Tokenizer,
+    rules: Pass,
+    size: Size,
+  ):
+    """Pack the weights, whose arrays are taken out of `decoder`, and make empty pages."""
+    self._rules, cfg = rules, program.cfg
+    kernels, choices = choose_generation(cfg, program.device, program.num.kernels)
+    for choice in choices:
+      logging.info("%s", choice)
+    self._kernels = kernels
+    model = Served(decoder, kernels)
+    self._layers = model.layers
+    self.page_size, self.max_rows, self.chunk = size.page, size.rows, size.chunk
+    self.max_pages_per_row = -(-size.context // size.page)
+    self._slots = tuple(
+      slots_of(layer, self.max_pages_per_row * size.page, rules) for layer in self._layers
+    )
+    dtype = decoder.num.compute_dtype
+    self._widths = widths_of(cfg.model)
+    each = len(self._layers) * size.page * dtype.itemsize
+    each *= sum(math.prod(sizes.values()) for sizes in self._widths)
+    enough = size.rows * self.max_pages_per_row
+    self.num_pages = size.pages or min(enough, _pages_that_fit(each))
+    self._state = self._empty(dtype, cfg.model.vocab_size)
+    allowed = np.arange(cfg.model.vocab_size) < tokenizer.vocab_size
+    allowed[list(tokenizer.special_ids)] = False
+    allowed[list(tokenizer.end_ids)] = True
+    self._allowed_V = jnp.asarray(allowed)
+    self._settings: tuple[Any, Settings, Draw] | None = None
+    # As a plain list: a module is taken apart in Python at each call, which takes milliseconds.
+    self._weights, structure = jax.tree.flatten(model)
+    of_model = _Model(structure, kernels, self._slots, rules)
+    self._chunk_program = jax.jit(
+      of_model.chunk, donate_argnames="state", static_argnames=("which", "whole")
+    )
+    self._decode_program = jax.jit(
+      of_model.decode, donate_argnames="state", static_argnames="which"
+    )
+
+  def _empty(self, dtype: jnp.dtype, vocab: int) -> State:
+    zeros = lambda sizes: jnp.zeros(
+      (self.num_pages, self.page_size, *sizes.values()),
+      dtype,
+      out_sharding=spec(*PAGE_AXES, *sizes),
+    )
+    rows = self.max_rows + 1
+    self._vocab = vocab
+    return State(
+      layers=tuple(tuple(zeros(w) for w in self._widths) for _ in self._layers),
+      taken=tuple(
+        None if layer.depth is None else jnp.zeros(rows, jnp.int32) for layer in self._layers
+      ),
+      token_R=jnp.zeros(rows, jnp.int32),
+      counts_RV=None,
+    )
+
+  def run(self, step: Step) -> list[tuple[list[int], Drawn]]:
+    """Start a step; its handle has rows and what they drew, for each program that ran."""
+    requests = [of.request for of in (*step.chunks, *step.decode)]
+    if self._state.counts_RV is None and any(penalises(r.sampling) for r in requests):
+      counts = jnp.zeros((self.max_rows + 1, self._vocab), jnp.int32)
+      self._state = self._state._replace(counts_RV=counts)
+    results = [([c.row] if c.last else [], self._read_chunk(c)) for c in step.chunks]
+    if step.decode:
+      results.append(([row.row for row in step.decode], self._decode(step.decode)))
+    for _, drawn in results:
+      for array in drawn:
+        if array is not None:
+          array.copy_to_host_async()
+    return results
+
+  def read(self, handle: list[tuple[list[int], Drawn]]) -> Tokens:
+    """Wait for a step."""
+    wide = max((d.likeliest_BN.shape[1] for _, d in handle if d.likeliest_BN is not None), default=0)
+    tokens = Tokens(
+      np.zeros(self.max_rows, np.int32),
+      np.zeros(self.max_rows, np.float32),
+      np.zeros((self.max_rows, wide), np.int32),
+      np.zeros((self.max_rows, wide), np.float32),
+    )
+    for rows, drawn in handle:
+      for into, array in zip(tokens, drawn, strict=True):
+        if array is not None:
+          into[rows] = np.asarray(array)[: len(rows)]
+    return tokens
+
+  def _read_chunk(self, chunk: Chunk) -> Drawn:
+    """Read tokens of one row, and draw what follows them."""
+    length = max(LEAST_TOKENS, 1 << (len(chunk.ids) - 1).bit_length())
+    ids, index = np.zeros((1, length), np.int32), np.full((1, length), -1, np.int32)
+    ids[0, : len(chunk.ids)] = chunk.ids
+    index[0, : len(chunk.ids)] = chunk.start + np.arange(len(chunk.ids))
+    counts = None
+    if self._state.counts_RV is not None:
+      counts = self._counted(chunk)
+    # Tokens of a layer that skips some are at other slots than their positions.
+    whole = chunk.first and chunk.start == 0 and not any(t is not None for t in self._state.taken)
+    settings, which = self._of([chunk.request])
+    self._state, drawn = self._chunk_program(
+      self._weights, self._state, ids, index, self._table([chunk.pages], len(chunk.pages)),
+      np.array([chunk.row, len(chunk.ids) - 1, chunk.first, chunk.last], np.int32), settings,
+      self._allowed_V, counts, which=which, whole=whole,
+    )  # fmt: skip
+    return drawn
+
+  def _counted(self, chunk: Chunk) -> np.ndarray:
+    """What a chunk adds to the counts of its row."""
+    counts, prompt = np.zeros(self._vocab, np.int32), len(chunk.request.prompt)
+    ids = np.array((*chunk.shared, *chunk.ids))
+    at = np.arange(len(ids)) + chunk.start - len(chunk.shared)
+    np.add.at(counts, ids[at >= prompt], 2)
+    counts[ids[at < prompt]] |= 1
+    return counts
+
+  def _decode(self, rows: Sequence[Row]) -> Drawn:
+    """Draw another token of each of some rows."""
+    size = next((size for size in ROWS if size >= len(rows)), len(rows))
+    spare = size - len(rows)
+    most = max(len(row.pages) for row in rows)
+    table = self._table([*(row.pages for row in rows), *[()] * spare], most)
+    of_rows = np.full((size, 2 + table.shape[1]), -1, np.int32)
+    of_rows[:, 0], of_rows[:, 2:] = self.max_rows, table
+    of_rows[: len(rows), :2] = [row[:2] for row in rows]
+    requests = [row.request for row in rows]
+    settings, which = self._of([*requests, *requests[:1] * spare])
+    self._state, drawn = self._decode_program(
+      self._weights, self._state, of_rows, settings, self._allowed_V, which=which
+    )
+    return drawn
+
+  def _table(self, of_rows: Sequence[tuple[int, ...]], most: int) -> np.ndarray:
+    """Pages of rows, as wide as a power of two, so that few programs are compiled."""
+    width = min(self.max_pages_per_row, 1 << (most - 1).bit_length())
+    if self._kernels.of("paged_attention", "one_token") != "xla":  # reads what is filled alone
+      width = self.max_pages_per_row
+    table = np.full((len(of_rows), width), self.num_pages, np.int32)
+    for row, pages in enumerate(of_rows):
+      table[row, : len(pages)] = pages
+    return table
+
+  def _of(self, requests: Sequence[Request]) -> tuple[Settings, Draw]:
+    """The settings of rows, on the device; those of the last call are kept."""
+    key = tuple(map(id, requests))
+    if self._settings is None or self._settings[0] != key:
+      asked = [request.sampling for request in requests]
+      settings = jax.tree.map(jnp.asarray, Settings.of(asked))
+      self._settings = key, settings, Draw.of(asked)
+    return self._settings[1:]
+
+
+def _pages_that_fit(each: int) -> int:
+  """How many pages of so many bytes the device has room for."""
+  stats = jax.devices()[0].memory_stats() or {}
+  if "bytes_limit" not in stats:
+    return 2**31
+  free = stats["bytes_limit"] - stats["bytes_in_use"]
+  return max(1, int(SHARE_OF_MEMORY * free) // each)
+
+
+class _Model(NamedTuple):
+  """The functions that are compiled, with what is static in all of them.
+
+  Attributes:
+    structure: of `Served`, whose arrays are the first argument.
+    kernels: the chosen implementations.
+    slots: of each layer, the tokens that a row can hold.
+    rules: how sparse layers choose.
+  """
+
+  structure: Any
+  kernels: Kernels
+  slots: tuple[int, ...]
+  rules: Pass
+
+  def chunk(
+    self,
+    weights: list[jax.Array],
+    state: State,
+    ids_BT: jax.Array,
+    index_BT: jax.Array,
+    table_BW: jax.Array,
+    of_chunk: jax.Array,
+    settings: Settings,
+    allowed_V: jax.Array,
+    counts_V: jax.Array | None,
+    *,
+    which: Draw,
+    whole: bool,
+  ) -> tuple[State, Drawn]:
+    """Read a chunk of one row, and draw the token behind it.
+
+    Args:
+      weights: of the model.
+      state: donated.
+      ids_BT: int32 [1, T] the tokens, filled up.
+      index_BT: int32 [1, T] their positions; -1 = filled up.
+      table_BW: int32 [1, W] pages of the row.
+      of_chunk: int32: the row, the place of the last token, whether the row begins anew, and
+        whether the draw counts.
+      settings: of the row.
+      allowed_V: bool, which tokens may come.
+      counts_V: what the chunk adds to the counts.
+      which: what is needed of the draw.
+      whole: nothing of the row was read before.
+    """
+    row, at, first, last = of_chunk
+    model, row_B = self.structure.unflatten(weights), row[None]
+    taken = tuple(None if t is None else t.at[row].mul(1 - first) for t in state.taken)
+    state = state._replace(taken=taken)
+    if state.counts_RV is not None:
+      assert counts_V is not None
+      before_V = state.counts_RV[row] * (1 - first)
+      counts_V = (before_V // 2 + counts_V // 2) * 2 + ((before_V | counts_V) & 1)
+      state = state._replace(counts_RV=state.counts_RV.at[row].set(counts_V))
+    view = View(table_BW, self.kernels, whole)
+    x_BTD, state = self._extend(model, state, ids_BT, index_BT, row_B, view)
+    x_BD = jax.lax.dynamic_index_in_dim(x_BTD, at, axis=1, keepdims=False)
+    return _draw(model, state, x_BD, row_B, index_BT[:, at], settings, allowed_V, which, last)
+
+  def decode(
+    self,
+    weights: list[jax.Array],
+    state: State,
+    of_rows: jax.Array,
+    settings: Settings,
+    allowed_V: jax.Array,
+    *,
+    which: Draw,
+  ) -> tuple[State, Drawn]:
+    """Feed the last token of each row, and draw the next.
+
+    Args:
+      weights: of the model.
+      state: donated.
+      of_rows: int32 [B, 2 + W]: rows, positions of the tokens to feed (-1 = nobody's), pages. One
+        array, as each that the host sends takes its time.
+      settings: of the rows.
+      allowed_V: bool, which tokens may come.
+      which: what is needed of the draw.
+    """
+    row_B, index_B, table_BW = of_rows[:, 0], of_rows[:, 1], of_rows[:, 2:]
+    model, view = self.structure.unflatten(weights), View(table_BW, self.kernels, whole=False)
+    ids_B1, index_B1 = state.token_R[row_B][:, None], index_B[:, None]
+    x_BTD, state = self._extend(model, state, ids_B1, index_B1, row_B, view)
+    return _draw(model, state, x_BTD[:, 0], row_B, index_B, settings, allowed_V, which, 1)
+
+  def _extend(self, model, state, ids_BT, index_BT, row_B, view):
+    caches = []
+    for layer, arrays, taken, slots in zip(
+      model.layers, state.layers, state.taken, self.slots, strict=True
+    ):
+      of_rows = None if taken is None else taken[row_B]
+      caches.append(LayerCache(pages_of(layer, arrays, view, slots), of_rows))
+    x_BTD, caches = model.extend(ids_BT, index_BT, caches, self.rules)
+    taken = tuple(
+      None if before is None else before.at[row_B].set(reshard(cache.taken_B, None))
+      for before, cache in zip(state.taken, caches, strict=True)
+    )
+    return x_BTD, state._replace(layers=tuple(c.kv.arrays for c in caches), taken=taken)
+
+
+def _draw(model, state, x_BD, row_B, index_B, settings, allowed_V, which, counted):
+  """Draw the token behind `x_BD` of some rows, and note it."""
+  logits_BV = jnp.where(allowed_V, model.logits(x_BD), -jnp.inf)
+  counts_BV = state.counts_RV[row_B] if which.penalties else None
+  drawn = draw(logits_BV, settings, index_B, counts_BV, which)
+  state = state._replace(token_R=state.token_R.at[row_B].set(drawn.id_B))
+  if state.counts_RV is not None:
+    state = state._replace(counts_RV=state.counts_RV.at[row_B, drawn.id_B].add(2 * counted))
+  return state, drawn

@@ -1,0 +1,134 @@
+"""Kernels of generation: attention of one token a row to keys in pages, and few rows times a matrix.
+
+Both read each number of a large array once and do little with it, so the memory sets their speed.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def paged_attention(
+  q,
+  k,
+  v,
+  table,
+  lengths,
+  parts,
+  lse,
+  heads: tl.constexpr,
+  kv_heads: tl.constexpr,
+  width: tl.constexpr,
+  page: tl.constexpr,
+  row_pages: tl.constexpr,
+  splits: tl.constexpr,
+  window: tl.constexpr,
+  soft_cap: tl.constexpr,
+  scale: tl.constexpr,
+  block_m: tl.constexpr,
+  block_n: tl.constexpr,
+):
+  """A program attends with the queries of one key head to one of `splits` parts of a row's keys.
+
+  q [rows, heads, width], k and v [pages, page, kv_heads, width], table [rows, row_pages], lengths
+  [rows] with the token itself; parts [rows, kv_heads, splits, block_m, width] and lse [rows,
+  kv_heads, splits, block_m] in float32. A part without a key has an lse of -inf.
+  """
+  row, head = tl.program_id(0) // kv_heads, tl.program_id(0) % kv_heads
+  group: tl.constexpr = heads // kv_heads
+  length = tl.load(lengths + row)
+  first = 0
+  if window > 0:
+    first = tl.maximum(length - window, 0)
+  each = tl.cdiv(tl.cdiv(length - first // page * page, page), splits) * page
+  begin = first // page * page + tl.program_id(1) * each
+  end = tl.minimum(begin + each, length)
+  queries, columns = tl.arange(0, block_m), tl.arange(0, width)
+  at = (row * heads + head * group + queries)[:, None] * width + columns[None, :]
+  q_tile = tl.load(q + at, mask=queries[:, None] < group, other=0.0)
+  y = tl.zeros([block_m, width], tl.float32)
+  top = tl.full([block_m], float("-inf"), tl.float32)
+  total = tl.zeros([block_m], tl.float32)
+  for start in tl.range(begin, end, block_n):
+    page_id = tl.load(table + row * row_pages + start // page).to(tl.int64)
+    tokens = start + tl.arange(0, block_n)
+    slots = page_id * page + tokens % page
+    where = (slots[:, None] * kv_heads + head) * width + columns[None, :]
+    seen = (tokens < end) & (tokens >= first)
+    k_tile = tl.load(k + where, mask=seen[:, None], other=0.0)
+    v_tile = tl.load(v + where, mask=seen[:, None], other=0.0)
+    s = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale
+    if soft_cap > 0:
+      s = soft_cap * (2 * tl.sigmoid(2 * s / soft_cap) - 1)
+    s = tl.where(seen[None, :], s * LOG2_E, float("-inf"))
+    higher = tl.maximum(top, tl.max(s, 1))
+    finite = tl.where(higher == float("-inf"), 0.0, higher)
+    p = tl.exp2(s - finite[:, None])
+    fade = tl.exp2(top - finite)
+    total = total * fade + tl.sum(p, 1)
+    y = tl.dot(p.to(v_tile.dtype), v_tile, y * fade[:, None], input_precision="ieee")
+    top = higher
+  some = total > 0
+  y = tl.where(some[:, None], y / tl.where(some, total, 1.0)[:, None], 0.0)
+  log_sum = tl.where(some, (top + tl.log2(tl.where(some, total, 1.0))) / LOG2_E, float("-inf"))
+  part = (row * kv_heads + head) * splits + tl.program_id(1)
+  tl.store(parts + (part * block_m + queries)[:, None] * width + columns[None, :], y)
+  tl.store(lse + part * block_m + queries, log_sum)
+
+
+@triton.jit
+def row_matmul(
+  x,
+  w,
+  y,
+  rows: tl.constexpr,
+  d_in: tl.constexpr,
+  d_out: tl.constexpr,
+  block_out: tl.constexpr,
+  block_in: tl.constexpr,
+):
+  """y [rows, d_out] = x [rows, d_in] times w [d_out, d_in] transposed, added in float32."""
+  outputs, row = tl.program_id(0) * block_out + tl.arange(0, block_out), tl.program_id(1)
+  inside = outputs < d_out
+  added = tl.zeros([block_out, block_in], tl.float32)
+  for start in tl.range(0, d_in, block_in):
+    columns = start + tl.arange(0, block_in)
+    is_in = columns < d_in
+    at = outputs.to(tl.int64)[:, None] * d_in + columns[None, :]
+    tile = tl.load(w + at, mask=inside[:, None] & is_in[None, :], other=0.0)
+    of_row = tl.load(x + row * d_in + columns, mask=is_in, other=0.0)
+    added += tile.to(tl.float32) * of_row.to(tl.float32)[None, :]
+  tl.store(y + row * d_out + outputs, tl.sum(added, 1).to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def few_rows_matmul(
+  x,
+  w,
+  y,
+  rows: tl.constexpr,
+  d_in: tl.constexpr,
+  d_out: tl.constexpr,
+  block_m: tl.constexpr,
+  block_out: tl.constexpr,
+  block_in: tl.constexpr,
+):
+  """As `row_matmul`, by tensor cores: all rows in each program, filled up to `block_m`."""
+  outputs = tl.program_id(0) * block_out + tl.arange(0, block_out)
+  m, inside = tl.arange(0, block_m), outputs < d_out
+  added = tl.zeros([block_out, block_m], tl.float32)
+  for start in tl.range(0, d_in, block_in):
+    columns = start + tl.arange(0, block_in)
+    is_in = columns < d_in
+    at = outputs.to(tl.int64)[:, None] * d_in + columns[None, :]
+    tile = tl.load(w + at, mask=inside[:, None] & is_in[None, :], other=0.0)
+    of_rows = tl.load(
+      x + m[None, :] * d_in + columns[:, None],
+      mask=(m[None, :] < rows) & is_in[:, None],
+      other=0.0,
+    )
+    added = tl.dot(tile, of_rows, added, input_precision="ieee")
+  where = y + m[None, :] * d_out + outputs[:, None]
+  tl.store(where, added.to(y.dtype.element_ty), mask=inside[:, None] & (m[None, :] < rows))

@@ -1,0 +1,56 @@
+"""The kernels of generation in Triton, in its interpreter, beside XLA's versions."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import triton_interpreter
+
+from ats_jax.ops.attention.paged import paged_attention
+from ats_jax.ops.row_matmul import row_matmul
+from kernels_triton import decode_slots
+
+pytestmark = pytest.mark.hf
+pytest.importorskip("triton")
+
+HEADS, KV_HEADS, WIDTH, PAGE, ROW_PAGES = 6, 2, 16, 32, 5
+LENGTHS = [1, 31, 32, 33, 97, 160]
+
+
+@pytest.fixture(scope="module")
+def interpreter():
+  with triton_interpreter.interpreter() as with_blocks:
+    yield with_blocks
+
+
+def drawn(seed, *shape):
+  return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 40}, {"soft_cap": 2.0}], ids=str)
+def test_attention_of_one_token_to_pages(options, interpreter, monkeypatch):
+  monkeypatch.setattr(decode_slots, "call", interpreter(block_n=32))
+  rows = len(LENGTHS)
+  pages = np.random.default_rng(3).permutation(rows * ROW_PAGES + 3)[: rows * ROW_PAGES]
+  table = jnp.asarray(pages.reshape(rows, ROW_PAGES), jnp.int32)
+  q = drawn(0, rows, 1, HEADS, WIDTH)
+  k, v = (drawn(n, rows * ROW_PAGES + 3, PAGE, KV_HEADS, WIDTH) for n in (1, 2))
+  # What lies behind a row's end has no effect.
+  at = np.arange(ROW_PAGES * PAGE).reshape(ROW_PAGES, PAGE)
+  for row, length in enumerate(LENGTHS):
+    unread = jnp.asarray(at >= length)[..., None, None]
+    k = k.at[table[row]].set(jnp.where(unread, 1e4, k[table[row]]))
+  lengths = jnp.array(LENGTHS, jnp.int32)
+  want = paged_attention(q, k, v, table, lengths[:, None] - 1, **options)
+  options = {"window": None, "soft_cap": None} | options
+  run = lambda *args: decode_slots.paged_attention(*args, **options)
+  got = jax.jit(run)(q[:, 0], k, v, table, lengths)
+  np.testing.assert_allclose(got, want[:, 0], rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 16])
+def test_few_rows_times_a_matrix(rows, interpreter, monkeypatch):
+  monkeypatch.setattr(decode_slots, "call", interpreter(block_out=16, block_in=32))
+  x, w = drawn(0, rows, 72), drawn(1, 40, 72)
+  np.testing.assert_allclose(jax.jit(decode_slots.row_matmul, static_argnums=2)(x, w, x.dtype), x @ w.T, rtol=1e-5, atol=1e-5)
+  np.testing.assert_allclose(row_matmul(x, w), x @ w.T, rtol=1e-5, atol=1e-5)
