@@ -1,7 +1,7 @@
 """Continue a text: fill the cache with the prompt, then one token at a time."""
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ats_jax.config.schema import SampleConfig
-from ats_jax.data.tokens.tokenizer import StreamDecoder, Tokenizer
+from ats_jax.data.tokens.tokenizer import Tokenizer
+from ats_jax.inference.text import stream_text, until_stop
 from ats_jax.model.decoder import Cache, Decoder
 from ats_jax.model.forward_pass import Pass
 from ats_jax.sharding.apply import num_shards, reshard
@@ -160,36 +161,3 @@ def sample(
     floor_B1 = jnp.take_along_axis(sorted_BV, jnp.maximum(last_B1, 0), axis=-1)
     logits_BV = jnp.where(logits_BV < floor_B1, -jnp.inf, logits_BV)
   return jax.random.categorical(key, logits_BV).astype(jnp.int32)
-
-
-def stream_text(
-  tokens: Iterable[int], tokenizer: Tokenizer, prompt: Sequence[int] = ()
-) -> Iterator[str]:
-  """Turn ids that continue a prompt's into pieces of text that never cut a character."""
-  decoder = StreamDecoder(tokenizer, prompt)
-  for token in tokens:
-    if piece := decoder.push(token):
-      yield piece
-  if rest := decoder.finish():
-    yield rest
-
-
-def until_stop(pieces: Iterable[str], stops: tuple[str, ...]) -> Iterator[str]:
-  """Pass pieces on up to the first of `stops`, holding back what may be the start of one.
-
-  The first is the one complete first (of two, the longer), however the text is cut into pieces.
-  """
-  held = ""
-  for piece in pieces:
-    held += piece
-    matches = [(held.index(s) + len(s), held.index(s)) for s in stops if s in held]
-    if matches:
-      _, begin = min(matches)
-      yield held[:begin]
-      return
-    keep = max((n for s in stops for n in range(1, len(s)) if held.endswith(s[:n])), default=0)
-    if len(held) > keep:
-      yield held[: len(held) - keep]
-      held = held[len(held) - keep :]
-  if held:
-    yield held

@@ -19,7 +19,7 @@ from ats_jax.config.schema import DataConfig
 from ats_jax.data.tokens import tokenizer as lib
 from ats_jax.data.tokens.file import load_tokenizer, save_tokenizer
 from ats_jax.data.tokens.tokenizer import ByteTokenizer, StreamDecoder, build_tokenizer
-from ats_jax.inference.generator import stream_text
+from ats_jax.inference.text import stream_text
 
 TEXT = ["def f(x):\n  return x + 1\n", "la forêt, 漢字 and 🙂🙃\n" * 20, "<|eos|> </s> 12345 " * 10]
 SPECIAL_WORDS = ["<|eos|>", "</s>", "<s>", "<|endoftext|>", "<pad>", "[PAD]", "<|bos|>"]

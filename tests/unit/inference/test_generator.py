@@ -16,7 +16,7 @@ from helpers import EVALUATION, make_decoder, make_test_mesh, pack
 from ats_jax.config.schema import SampleConfig
 from ats_jax.data.tokens.tokenizer import ByteTokenizer
 from ats_jax.inference import generator
-from ats_jax.inference.generator import until_stop
+from ats_jax.inference.text import until_stop
 
 generate = functools.partial(generator.generate, rules=EVALUATION)
 generate_tokens = functools.partial(generator.generate_tokens, rules=EVALUATION)

@@ -1,0 +1,125 @@
+"""What the scheduler plans, step by step."""
+
+import numpy as np
+from fake_device import FakeDevice
+
+from ats_jax.inference.engine.request import Finished, Request, Sampling
+from ats_jax.inference.engine.schedule import Scheduler, Tokens
+
+LETTER, END = 7, 9
+
+
+def scheduler(lengths, max_tokens=8, **shape):
+  """A scheduler with prompts of such lengths; each has its own tokens."""
+  made = Scheduler(FakeDevice(**shape))
+  for i, length in enumerate(lengths):
+    submit(made, i, length, max_tokens)
+  return made
+
+
+def submit(made, number, length, max_tokens=8):
+  prompt = [10 + number] * length
+  made.submit(number, Request(prompt, Sampling(max_tokens=max_tokens)), frozenset({END}))
+
+
+def drawn(ids=LETTER):
+  """Tokens of a step: the same in each row, or as given by row."""
+  row_ids = np.full(8, LETTER)
+  for row, token in ids.items() if isinstance(ids, dict) else ():
+    row_ids[row] = token
+  return Tokens(row_ids, np.zeros(8), np.zeros((8, 0)), np.zeros((8, 0)))
+
+
+def chunks(step):
+  """Row, first position, number of tokens and whether a token is drawn."""
+  return [(c.row, c.start, len(c.ids), c.last) for c in step.chunks]
+
+
+def decodes(step):
+  return [(row.row, row.position) for row in step.decode]
+
+
+def test_prompts_are_read_in_turn_while_rows_that_have_read_theirs_decode():
+  made = scheduler([3, 9, 2])
+  first, second = made.plan(), made.plan()  # nothing was read
+  assert (chunks(first), decodes(first)) == ([(0, 0, 3, True), (1, 0, 4, False)], [])
+  assert (chunks(second), decodes(second)) == ([(1, 4, 5, True), (2, 0, 2, True)], [(0, 3)])
+  made.complete(drawn())
+  third = made.plan()
+  assert (chunks(third), decodes(third)) == ([], [(0, 4), (1, 9), (2, 2)])
+  assert [c.first for c in (*first.chunks, *second.chunks)] == [True, True, False, True]
+
+
+def test_a_text_that_has_ended_wastes_one_token_and_its_pages_wait_for_that():
+  made = scheduler([3, 4], max_rows=1, num_pages=9)
+  made.plan()
+  assert decodes(made.plan()) == [(0, 3)]  # the host does not know yet that it has ended
+  (end,) = made.complete(drawn({0: END}))
+  assert (end.id, end.token, end.finished) == (0, None, Finished.END)
+  (chunk,) = made.plan().chunks
+  assert (chunk.row, chunk.first, chunk.ids) == (0, True, (11,) * 4)
+  assert made._pages.available == 7  # one is written by the step in flight
+  assert made.complete(drawn()) == []  # that of the wasted token
+  assert made._pages.available == 8
+
+
+def test_the_last_token_is_never_planned_too_far():
+  made = scheduler([3], max_tokens=2)
+  made.plan()
+  assert decodes(made.plan()) == [(0, 3)]
+  assert made.plan() == ((), ())
+  assert [d.finished for d in (*made.complete(drawn()), *made.complete(drawn()))] == [
+    None, Finished.LENGTH
+  ]  # fmt: skip
+  assert not made.busy
+
+
+def test_the_newest_gives_up_its_pages_and_comes_back_first_with_what_it_has():
+  made = scheduler([4, 4, 4], num_pages=4, max_rows=3, chunk=12, max_tokens=6)
+  assert [c[0] for c in chunks(made.plan())] == [0, 1]  # a page for each to grow: two fit
+  made.plan()  # both take one more
+  for _ in range(3):
+    made.complete(drawn())
+    assert len(made.plan().decode) == 2
+  made.complete(drawn())
+  assert made.plan() == ((), ())  # no page is left; those of the newest are still being written
+  made.complete(drawn())
+  assert decodes(made.plan()) == [(0, 8)]
+  while not (step := made.plan()).chunks:
+    if made._flight:
+      made.complete(drawn())
+  (back, *_) = step.chunks
+  assert back.request.prompt == [11] * 4 and back.first
+  assert back.shared + back.ids == (*[11] * 4, *[LETTER] * (len(back.shared + back.ids) - 4))
+
+
+def test_lowest_rows_first_and_a_cancelled_row_is_taken_by_the_next():
+  made = scheduler([1, 1, 1], num_pages=14)
+  assert [c[0] for c in chunks(made.plan())] == [0, 1, 2]
+  made.complete(drawn())
+  made.finish(1, Finished.CANCELLED)
+  made.finish(0, Finished.CANCELLED)
+  submit(made, 3, 2)
+  step = made.plan()
+  assert (chunks(step), decodes(step)) == ([(0, 0, 2, True)], [(2, 1)])
+  made.finish(99, Finished.CANCELLED)  # of one that has ended, nothing
+
+
+def test_a_large_request_is_not_passed_by_small_ones_behind_it():
+  made = scheduler([4, 20, 1, 1], num_pages=8, chunk=40, max_tokens=8)
+  assert [c[0] for c in chunks(made.plan())] == [0, 1]
+  made = scheduler([12, 20, 1, 1], num_pages=8, chunk=40, max_tokens=8)
+  assert [c[0] for c in chunks(made.plan())] == [0]
+
+
+def test_an_interrupted_device_is_forgotten():
+  made = scheduler([3, 9])
+  made.plan()
+  made.plan()
+  made.complete(drawn())
+  made.abandon()
+  assert made._pages.available == 14 and made.busy
+  step = made.plan()
+  assert [(c.ids[:4], c.first) for c in step.chunks] == [
+    ((10, 10, 10, LETTER), True), ((11, 11, 11), True)
+  ]  # fmt: skip
