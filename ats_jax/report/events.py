@@ -1,6 +1,7 @@
 """What the orchestrator of a run found, compared and did; and what the loss did about then."""
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -39,24 +40,22 @@ class Event(NamedTuple):
 
 
 def events_of(run: RunRecord) -> list[Event]:
-  """The events of a run, in order; decisions that were taken together are one.
+  """The events of a run, in order; what was decided together is one, with its comparison.
 
   Raises:
     ValueError: if a line of the ledger cannot be read; names it.
   """
   found: list[Event] = []
-  compared, level = "", LEVELS[0]
+  level = LEVELS[0]
   together = lambda row: (row["kind"], row["step"], row.get("reason", row.number))
   for _, group in itertools.groupby(run.ledger, key=together):
     rows = list(group)
     with ledger.reading(Path(run.name) / workdir.DECISIONS, rows[0].number):
-      if rows[0]["kind"] == "comparison":
-        compared = narrate.comparison(rows[0])
-      elif rows[0]["kind"] == "decision":
-        found.append(_decision(run, rows, compared))
-        compared = ""
+      if rows[0]["kind"] == "decision":
+        is_won = found and found[-1].kind == "compared" and found[-1].step == rows[0]["step"]
+        found.append(_decision(run, rows, found.pop().what if is_won else ""))
         continue
-      elif rows[0]["kind"] == "check":
+      if rows[0]["kind"] == "check":
         now = rows[0]["health"]["level"]
         if rows[0]["stale"] or now == level:
           continue
@@ -106,9 +105,14 @@ def _before_and_after(run: RunRecord, step: int) -> Iterator[str]:
     before, after = around(run.column(name), step, rows)
     if len(before.values) and len(after.values):
       yield (
-        f"{words}: {np.mean(before.values):.4g} before (to step {before.steps[-1]:,}), "
-        f"{np.mean(after.values):.4g} after (to step {after.steps[-1]:,})."
+        f"{words}: {_mean(before)} before (to step {before.steps[-1]:,}), {_mean(after)} after "
+        f"(to step {after.steps[-1]:,})."
       )
+
+
+def _mean(column: Column) -> str:
+  mean = float(np.mean(column.values))
+  return f"{mean:.4g}" if math.isfinite(mean) else "not finite"
 
 
 def around(column: Column, step: int, rows: int) -> tuple[Column, Column]:

@@ -283,12 +283,12 @@ def figures_of(run: RunRecord, events: Sequence[Event], buckets: int = BUCKETS) 
 
 
 def phases(run: RunRecord) -> tuple[tuple[str, float, float], ...]:
-  """Stretches of the learning rate's phases, by the rows that name them."""
+  """Stretches of the learning rate's phases, each to the last row that names it."""
   steps, values = run.column("progress/phase")
   if not len(values):
     return ()
   cuts = [0, *(np.flatnonzero(np.diff(values)) + 1).tolist(), len(values)]
-  ends = [0.0, *(float(steps[cut]) for cut in cuts[1:-1]), float(steps[-1])]
+  ends = [0.0, *(float(steps[cut - 1]) for cut in cuts[1:-1]), float(steps[-1])]
   return tuple((PHASES[int(values[cut])], ends[i], ends[i + 1]) for i, cut in enumerate(cuts[:-1]))
 
 
@@ -371,14 +371,15 @@ MOST_COLUMNS = 120
 
 
 def heat_maps(run: RunRecord) -> list[Figure]:
-  """What sparse layers did, by layer and step."""
+  """What sparse layers did, by layer (those of a kind, from the bottom up) and step."""
   found: list[Figure] = []
   for name in (n for n in ("moe/load",) if n in run.layers):
     found += _loads(run.layers[name])
   for name, title, about, unit in MAPS:
     if name in run.layers and run.layers[name].values.ndim == 2:
       steps, values = run.layers[name]
-      rows = tuple(f"layer {i}" for i in range(values.shape[1]))
+      kind = "MoE" if name.startswith("moe/") else "MoD"
+      rows = tuple(f"{kind} layer {i}" for i in range(values.shape[1]))
       if np.abs(np.nan_to_num(values)).max() > 0:  # a map of zeros shows nothing
         found.append(_heat(title, about, unit, steps, rows, values))
   if "mod/depths" in run.layers:
@@ -405,7 +406,7 @@ def _loads(column: Column) -> list[Figure]:
   steps, loads = column
   even = loads * loads.shape[2]
   layers, experts = even.shape[1:]
-  names = tuple(f"layer {i}" for i in range(layers))
+  names = tuple(f"MoE layer {i}" for i in range(layers))
   unit = "times the even share"
   found: list[Figure] = [
     _heat("Fullest expert", "Load of the fullest expert of each layer; 1 is even.", unit, steps,
@@ -414,7 +415,7 @@ def _loads(column: Column) -> list[Figure]:
           steps, names, even.min(2)),
   ]  # fmt: skip
   if layers * experts <= MOST_ROWS:
-    rows = tuple(f"layer {i}, expert {j}" for i in range(layers) for j in range(experts))
+    rows = tuple(f"MoE layer {i}, expert {j}" for i in range(layers) for j in range(experts))
     found.append(
       _heat("Load of each expert", "By layer and expert; 1 is even.", unit, steps, rows,
             even.reshape(len(steps), -1))

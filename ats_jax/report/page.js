@@ -40,7 +40,7 @@
       if (one.low.length) {
         const at = series.length;
         for (const end of ["low", "high"])
-          series.push({label: `${one.name}, ${end} end`, stroke: clear("c" + (i % 6), 40),
+          series.push({label: `${one.name}, ${end} end`, class: "end", stroke: clear("c" + (i % 6), 40),
             width: 1, value: (_, v) => fine(v), points: {show: false}});
         bands.push({series: [at + 1, at], fill: clear("c" + (i % 6), 15)});
       }
@@ -67,13 +67,15 @@
       u.ctx.rect(left, top, width, height);
       u.ctx.clip();
       figure.phases.forEach(([name, from, to], i) => {
-        const a = u.valToPos(from, "x", true), b = u.valToPos(to, "x", true);
+        const a = Math.max(u.valToPos(from, "x", true), left);
+        const b = Math.min(u.valToPos(to, "x", true), left + width);
+        if (b <= a) return;
         u.ctx.fillStyle = i % 2 ? "transparent" : color("shade");
         u.ctx.fillRect(a, top, b - a, height);
         u.ctx.fillStyle = color("soft");
         u.ctx.font = `${11 * devicePixelRatio}px system-ui, sans-serif`;
         u.ctx.textBaseline = "bottom";
-        if (u.ctx.measureText(name).width < b - a)
+        if (u.ctx.measureText(name).width + 6 * devicePixelRatio < b - a)
           u.ctx.fillText(name, a + 4 * devicePixelRatio, top + height - 4 * devicePixelRatio);
       });
       u.ctx.restore();

@@ -2,9 +2,10 @@
 
 import dataclasses
 import datetime
+import itertools
 import re
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ from ats_jax.store.secrets import masked, masked_values
 
 METRICS, LOG, SAMPLES, ANSWERS = "metrics.jsonl", "log.txt", "samples", "answers.json"
 MOST_LAYER_ROWS = 240  # rows of layers.jsonl that are read, evenly spaced
+BATCH = 4096  # rows that are held at once
 MOST_TEXTS, MOST_CHARACTERS = 20, 2000  # samples of a run, and characters of each
 _FAILED = re.compile(r"^\S+ \S+ ERROR +the run ended: (.*)$")
 _STARTS = re.compile(r"^\S+ \S+ INFO +devices: ")
@@ -154,18 +156,30 @@ def read_rows(path: Path) -> tuple[dict[str, Column], list[tuple[int, str, str]]
   """
   found: dict[str, tuple[array, array]] = {}
   texts: list[tuple[int, str, str]] = []
-  for _, row in jsonl_rows(path):
-    step, odd = row.pop("step"), row.pop("nonfinite", {})
-    for name, value in row.items():
-      if value is None and name in odd:
-        value = float(odd[name])
-      if isinstance(value, str):
-        texts.append((step, name, value))
-      elif isinstance(value, int | float):
-        if (column := found.get(name)) is None:
-          column = found[name] = (array("q"), array("d"))
-        column[0].append(step)
-        column[1].append(value)
+  rows = (row for _, row in jsonl_rows(path))
+  for batch in itertools.batched(rows, BATCH):
+    for names, group in itertools.groupby(batch, key=tuple):  # most rows have the same names
+      columns = dict(zip(names, zip(*(row.values() for row in group), strict=True), strict=True))
+      steps, odd = columns.pop("step"), columns.pop("nonfinite", None)
+      for name, given in columns.items():
+        values: Sequence[Any] = given
+        if odd is not None:
+          values = [
+            float(of[name]) if value is None and name in of else value
+            for value, of in zip(given, odd, strict=True)
+          ]
+        own = steps
+        try:
+          numbers = array("d", list(values))
+        except TypeError:  # there are texts among them
+          both = list(zip(steps, values, strict=True))
+          texts += [(step, name, value) for step, value in both if isinstance(value, str)]
+          both = [each for each in both if isinstance(each[1], int | float)]
+          own, numbers = [step for step, _ in both], array("d", [value for _, value in both])
+        if numbers:
+          known = found.setdefault(name, (array("q"), array("d")))
+          known[0].extend(own)
+          known[1].extend(numbers)
   return {name: Column.of(*column) for name, column in found.items()}, texts
 
 

@@ -25,14 +25,13 @@ class PageServer(http.server.HTTPServer):
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
-  server: PageServer
-
   def do_GET(self) -> None:
     """Make the page, or say what is wrong with the run."""
     name = self.headers.get("Host", "").rpartition(":")[0]
     if self.path != "/" or name not in (HOST, "localhost"):  # another site's name may lead here
       self.send_error(404)
       return
+    assert isinstance(self.server, PageServer)
     try:
       code, kind, text = 200, "text/html", self.server.make(REFRESH_SECS)
     except (ValueError, *paths.errors()) as error:  # a file may be in the middle of a change
