@@ -250,13 +250,12 @@ def _state(
   where = f"at step {step:,} of {of:,}"
   if is_live:
     return State("live", f"A process trains it now: it is {where}.")
-  ended = columns.get("goodput/wall_secs", EMPTY)
-  if len(ended.steps) and columns["wall_time"].values[-1] >= started(metadata):
-    last = np.flatnonzero(columns["wall_time"].steps == ended.steps[-1])[-1]
-    if columns["wall_time"].values[last] >= started(metadata):
-      if step >= of:
-        return State("finished", f"It finished {where}.")
-      return State("stopped", f"It was stopped {where}, and saved.")
+  ended, wall = columns.get("goodput/wall_secs", EMPTY), columns.get("wall_time", EMPTY)
+  times = wall.values[wall.steps == ended.steps[-1]] if len(ended.steps) else wall.values[:0]
+  if len(times) and times[-1] >= started(metadata):  # by the newest start
+    if step >= of:
+      return State("finished", f"It finished {where}.")
+    return State("stopped", f"It was stopped {where}, and saved.")
   starts = [number for number, line in enumerate(log) if _STARTS.match(line)]
   for line in log[starts[-1] if starts else 0 :]:
     if failed := _FAILED.match(line):

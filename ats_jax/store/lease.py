@@ -54,7 +54,8 @@ def held(path: Path) -> Iterator[None]:
 def is_held(path: Path) -> bool:
   """Whether a process holds the lock `path`; nothing is written.
 
-  On a store the object of a holder is watched for as long as it takes to be rewritten.
+  On a store the object of a holder is watched until it is rewritten, that of a dead one for
+  `DEAD_SECS`.
   """
   if not paths.is_remote(path):
     if not path.exists():
@@ -65,7 +66,7 @@ def is_held(path: Path) -> bool:
       except BlockingIOError:
         return True
     return False
-  before, deadline = _read(path), time.monotonic() + 1.5 * BEAT_SECS
+  before, deadline = _read(path), time.monotonic() + DEAD_SECS
   while before is not None and time.monotonic() < deadline:
     time.sleep(BEAT_SECS / 10)
     if (now := _read(path)) != before:

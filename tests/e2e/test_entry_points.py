@@ -102,6 +102,22 @@ class TestTrainedRun:
     (trace,) = (trained / "profile").rglob("*.xplane.pb")
     assert b"train_step" in trace.read_bytes()
 
+  def test_report(self, trained, tmp_path):
+    """By the command that the log ends with."""
+    assert f"ats-jax report {trained}" in (trained / "log.txt").read_text().splitlines()[-1]
+    page, data = tmp_path / "page.html", tmp_path / "data.json"
+    flags = (f"--out={page}", f"--json={data}", "--preset=debug")
+    result = called("report", str(trained), *flags)
+    assert result.code == 0, result.err
+    assert f"{trained}: It finished at step 40 of 40." in result.out and str(page) in result.out
+    assert page.read_text().startswith("<!doctype html>")
+    (run,) = json.loads(data.read_text())["runs"]
+    titles = [figure["title"] for figure in run["figures"]]
+    assert titles[0] == "Loss" and "Where the time went" in titles and "Samples" in titles
+    assert "Settings that differ from debug" in titles
+    card = called("report", str(trained), "--card")
+    assert card.code == 0 and card.out.startswith("## Run ")
+
   def test_evaluate(self, trained, tmp_path):
     """The last, the best and a chosen checkpoint, and other text."""
     row = runs.rows(trained, "eval/")[-1]

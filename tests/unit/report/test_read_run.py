@@ -13,6 +13,7 @@ from ats_jax.report.figures import figures_of, series
 from ats_jax.report.read import Column, read_run
 from ats_jax.report.report import make_report
 from ats_jax.report.thin import kept
+from ats_jax.store import paths
 
 
 def test_rows_of_several_kinds_are_columns(tmp_path):
@@ -86,6 +87,19 @@ def test_files_that_are_none_are_named(tmp_path):
   (folder / "performance.json").write_text("[1]")
   with pytest.raises(ValueError, match=r"performance.json holds \[1\], not a dict"):
     read_run(str(folder))
+
+
+def test_a_run_on_a_store(tmp_path, bucket):
+  folder = write_run(tmp_path / "a", [*training(range(10, 110, 10)), end(100)])
+  rolled_back(folder / "decisions.jsonl")
+  for path in folder.iterdir():
+    paths.write(paths.Path("gs://bucket/run") / path.name, path.read_bytes())
+  paths.write(paths.Path("gs://bucket/run/samples/100.txt"), "a sample")
+  run = read_run("gs://bucket/run/")
+  assert (run.name, run.state.word, run.samples) == (
+    "gs://bucket/run", "finished", [(100, "a sample")],
+  )  # fmt: skip
+  assert len(run.column("train/loss").values) == 10 and len(events_of(run)) == 1
 
 
 def test_few_points_keep_the_extremes_and_what_is_not_finite():
