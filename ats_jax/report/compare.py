@@ -43,10 +43,8 @@ def groups_of(runs: Sequence[RunRecord]) -> list[Group]:
         break
     else:
       found.append([run])
-  names = [
-    group[0].name if len(group) == 1 else f"{group[0].name} and {len(group) - 1} other seeds"
-    for group in found
-  ]
+  others = lambda group: f" and {len(group) - 1} other seed{'s' if len(group) > 2 else ''}"
+  names = [group[0].name + (others(group) if len(group) > 1 else "") for group in found]
   return [Group(name, tuple(group)) for name, group in zip(names, found, strict=True)]
 
 

@@ -143,12 +143,11 @@ def events_table(events: Sequence[Event]) -> Table | None:
   about = "What it found and did, why, and what the loss did about then."
   if len(shown) < len(numbered):
     about += f" {len(shown)} of {len(numbered)} are shown."
-  return Table(
-    "The orchestrator",
-    about,
-    ("#number", "#step", "kind", "what", "cause", "evidence", "effect"),
-    tuple((n, e.step, e.kind, e.what, e.cause, e.evidence, e.effect) for n, e in shown),
-  )
+  texts = [
+    name for name in Event._fields[1:] if any(getattr(event, name) for _, event in shown)
+  ]  # without columns that are empty
+  rows = tuple((n, e.step, *(getattr(e, name) for name in texts)) for n, e in shown)
+  return Table("The orchestrator", about, ("#number", "#step", *texts), rows)
 
 
 def forecast_table(known: Mapping[str, Any] | None, advice: Sequence[str]) -> Table:

@@ -104,8 +104,8 @@
       if (tip.hidden) return;
       const {event, number} = near;
       tip.textContent = [`Event ${number}, step ${event.step}: ${event.what}`,
-        event.cause && `because of ${event.cause}`, event.evidence, event.effect]
-        .filter(Boolean).join(". ");
+        event.cause && `Because of ${event.cause}`, event.evidence, event.effect]
+        .filter(Boolean).join("\n");
     };
     const plot = new uPlot({
       width: box.clientWidth, height: box.clientWidth < 480 ? 220 : 280, series, bands,
