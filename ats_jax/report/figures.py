@@ -12,6 +12,7 @@ from ats_jax.report.read import Column, RunRecord
 from ats_jax.report.thin import kept
 
 BUCKETS = 400  # parts of a series, each with its least and its greatest value; shared by the runs
+LEAST_BUCKETS = 30
 LOG_RATIO = 50.0  # greatest over median value from which on an axis is logarithmic
 Axis = Callable[[np.ndarray], np.ndarray]
 
@@ -277,7 +278,7 @@ def figures_of(run: RunRecord, events: Sequence[Event], buckets: int = BUCKETS) 
       buckets,
       log=False,
     ),
-    *heat_maps(run),
+    *heat_maps(run, buckets),
   ]
   return [one for one in found if one is not None]
 
@@ -370,87 +371,73 @@ MOST_ROWS = 128  # of a map of experts by step
 MOST_COLUMNS = 120
 
 
-def heat_maps(run: RunRecord) -> list[Figure]:
+def heat_maps(run: RunRecord, buckets: int = BUCKETS) -> list[Figure]:
   """What sparse layers did, by layer (those of a kind, from the bottom up) and step."""
-  found: list[Figure] = []
-  for name in (n for n in ("moe/load",) if n in run.layers):
-    found += _loads(run.layers[name])
+  found: list[Heat] = []
+  most = max(1, MOST_COLUMNS * buckets // BUCKETS)
+  if "moe/load" in run.layers:
+    found += _loads(*run.layers["moe/load"], most)
   for name, title, about, unit in MAPS:
-    if name in run.layers and run.layers[name].values.ndim == 2:
+    if name in run.layers:
       steps, values = run.layers[name]
       kind = "MoE" if name.startswith("moe/") else "MoD"
       rows = tuple(f"{kind} layer {i}" for i in range(values.shape[1]))
-      if np.abs(np.nan_to_num(values)).max() > 0:  # a map of zeros shows nothing
-        found.append(_heat(title, about, unit, steps, rows, values))
+      if np.nan_to_num(values).any():  # a map of zeros shows nothing
+        found.append(_heat(title, about, unit, rows, steps, values, most))
   if "mod/depths" in run.layers:
     steps, values = run.layers["mod/depths"]
     rows = tuple(f"{i} of them" for i in range(values.shape[1]))
-    found.append(
-      _heat(
-        "Tokens by depth",
-        "Share of tokens by the number of skipping layers that they went through.",
-        "share",
-        steps,
-        rows,
-        values,
-      )
-    )
-  if found and run.layer_rows > len(next(iter(run.layers.values())).steps):
-    note = f" Of {run.layer_rows:,} rows, those shown are evenly spaced."
+    about = "Share of tokens by the number of skipping layers that they went through."
+    found.append(_heat("Tokens by depth", about, "share", rows, steps, values, most))
+  read = max((len(column.steps) for column in run.layers.values()), default=0)
+  if run.layer_rows > read:
+    note = f" {read} of {run.layer_rows:,} rows of layers.jsonl were read, evenly spaced."
     found = [one._replace(about=one.about + note) for one in found]
-  return found
+  return [*found]
 
 
-def _loads(column: Column) -> list[Figure]:
-  """The load of experts, relative to an even one."""
-  steps, loads = column
+def _loads(steps: np.ndarray, loads: np.ndarray, most: int) -> list[Heat]:
+  """The load of experts [steps, layers, experts], relative to an even one."""
   even = loads * loads.shape[2]
   layers, experts = even.shape[1:]
   names = tuple(f"MoE layer {i}" for i in range(layers))
   unit = "times the even share"
-  found: list[Figure] = [
-    _heat("Fullest expert", "Load of the fullest expert of each layer; 1 is even.", unit, steps,
-          names, even.max(2)),
+  found = [
+    _heat("Fullest expert", "Load of the fullest expert of each layer; 1 is even.", unit, names,
+          steps, even.max(2), most),
     _heat("Emptiest expert", "Load of the emptiest expert of each layer; 0 is a dead one.", unit,
-          steps, names, even.min(2)),
+          names, steps, even.min(2), most),
   ]  # fmt: skip
   if layers * experts <= MOST_ROWS:
-    rows = tuple(f"MoE layer {i}, expert {j}" for i in range(layers) for j in range(experts))
-    found.append(
-      _heat("Load of each expert", "By layer and expert; 1 is even.", unit, steps, rows,
-            even.reshape(len(steps), -1))
-    )  # fmt: skip
+    rows = tuple(f"{name}, expert {j}" for name in names for j in range(experts))
+    about = "By layer and expert; 1 is even."
+    every = even.reshape(len(steps), -1)
+    found.append(_heat("Load of each expert", about, unit, rows, steps, every, most))
   last = even[-max(1, len(even) // 10) :].mean(0)
+  about = "Mean of the last tenth of the rows, by layer and expert; 1 is even."
   found.append(
-    Heat(
-      "Load at the end",
-      "Mean of the last tenth of the rows, by layer and expert; 1 is even.",
-      unit,
-      tuple(range(experts)),
-      names,
-      tuple(tuple(map(short, row)) for row in last.tolist()),
-      x_name="expert",
-    )
+    Heat("Load at the end", about, unit, tuple(range(experts)), names, _cells(last), "expert")
   )
   return found
 
 
 def _heat(
-  title: str, about: str, unit: str, steps: np.ndarray, rows: tuple[str, ...], values: np.ndarray
+  title: str,
+  about: str,
+  unit: str,
+  rows: tuple[str, ...],
+  steps: np.ndarray,
+  values: np.ndarray,
+  most: int,
 ) -> Heat:
-  """A map of values [steps, rows]; of many steps means of neighbours."""
-  parts = np.array_split(np.arange(len(steps)), min(len(steps), MOST_COLUMNS))
-  means = np.stack([values[part].mean(0) for part in parts])
-  return Heat(
-    title,
-    about,
-    unit,
-    tuple(int(steps[part[-1]]) for part in parts),
-    rows,
-    tuple(tuple(map(short, row)) for row in means.T.tolist()),
-  )
+  """A map of values [steps, rows] in at most so many columns, which are means of neighbours."""
+  parts = np.array_split(np.arange(len(steps)), min(len(steps), most))
+  means = np.stack([values[part].mean(0) for part in parts], axis=1)
+  return Heat(title, about, unit, tuple(int(steps[part[-1]]) for part in parts), rows,
+              _cells(means))  # fmt: skip
 
 
-def short(value: float) -> float | None:
-  """A value of a map: three digits."""
-  return float(f"{value:.3g}") if math.isfinite(value) else None
+def _cells(values: np.ndarray) -> tuple[tuple[float | None, ...], ...]:
+  """The values of a map in three digits."""
+  digits = lambda value: float(f"{value:.3g}") if math.isfinite(value) else None
+  return tuple(tuple(map(digits, row)) for row in values.tolist())

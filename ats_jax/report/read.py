@@ -260,9 +260,12 @@ def _state(
   for line in log[starts[-1] if starts else 0 :]:
     if failed := _FAILED.match(line):
       return State("failed", f"It ended with an error {where}: {failed[1]}")
+  if not columns and "jsonl" not in settings["log.writers"]:
+    writers = ",".join(settings["log.writers"])
+    return State("no row yet", f"It writes no {METRICS}, by log.writers={writers}.")
   if not columns:
     return State("no row yet", "It has written no row of metrics, and no process trains it.")
-  return State("killed", f"It ended without a word {where}: its process was killed, or was lost.")
+  return State("killed", f"It has no end, and no process trains it: it was killed or lost {where}.")
 
 
 def started(metadata: Mapping[str, Any]) -> float:

@@ -10,7 +10,7 @@ from ats_jax.config.names import differences, flatten
 from ats_jax.report.compare import compare, groups_of
 from ats_jax.report.events import Event, events_of
 from ats_jax.report.facts import events_table, facts_of, forecast_table, texts_of
-from ats_jax.report.figures import BUCKETS, Figure, figures_of
+from ats_jax.report.figures import BUCKETS, LEAST_BUCKETS, Figure, figures_of
 from ats_jax.report.read import RunRecord
 from ats_jax.report.verdict import verdict
 
@@ -103,7 +103,7 @@ def make_report(
   Raises:
     ValueError: if a ledger cannot be read, or a run does not say where its steps are on the axis.
   """
-  buckets = max(100, BUCKETS // len(runs))
+  buckets = max(LEAST_BUCKETS, BUCKETS // len(runs))  # the page stays below 2 MB
   said, comparison = compare(groups_of(runs), by, buckets) if len(runs) > 1 else ([], [])
   of_runs = []
   for run in runs:

@@ -11,8 +11,8 @@ HOST = "127.0.0.1"  # a report is for who runs it
 REFRESH_SECS = 15
 
 
-class PageServer(http.server.HTTPServer):
-  """Serves one page at `/`, to one reader at a time.
+class PageServer(http.server.ThreadingHTTPServer):
+  """Serves one page at `/`; browsers hold connections open, so each has a thread.
 
   Attributes:
     make: makes the page; its argument is the seconds after which a browser loads it again.

@@ -48,6 +48,12 @@ def test_how_a_run_stands(tmp_path, rows, log, word):
     assert "FloatingPointError: train/loss is nan" in state.says
 
 
+def test_a_run_that_writes_no_rows_for_the_report_says_so(tmp_path):
+  folder = write_run(tmp_path / "a", [], {"log.writers": ("console",)})
+  (folder / "metrics.jsonl").unlink()
+  assert read_run(str(folder)).state.says == "It writes no metrics.jsonl, by log.writers=console."
+
+
 def test_a_run_whose_lock_is_held_is_live_and_a_torn_line_is_left_out(tmp_path):
   folder = write_run(tmp_path / "a", training(range(10, 60, 10)))
   with (folder / "metrics.jsonl").open("a") as file:
@@ -175,4 +181,4 @@ def test_maps_of_sparse_layers(tmp_path):
   assert maps["Load at the end"].values == ((2.0, 2.0, 0.0, 0.0), (1.0,) * 4)
   entropy = maps["Entropy of the routers"]
   assert len(entropy.x) <= 120 and entropy.x[-1] == 999 and entropy.values[1][0] is None
-  assert "Of 1,000 rows" in entropy.about
+  assert "240 of 1,000 rows" in entropy.about
