@@ -154,7 +154,7 @@ def at_equal(groups: Sequence[Group], by: str) -> tuple[list[str], Table | None]
       change, width = difference(judged[0], judged[i])
       better = "lower" if change < 0 else "higher"
       sure = (
-        "one run of each says nothing about chance"
+        "without several seeds of both this says nothing about chance"
         if math.isnan(width)
         else f"the {COVERAGE:.0%} interval of the difference {_excludes(change, width)} zero"
       )

@@ -10,7 +10,8 @@ from ats_jax.config.names import differences, flatten
 from ats_jax.report.compare import compare, groups_of
 from ats_jax.report.events import Event, events_of
 from ats_jax.report.facts import events_table, facts_of, forecast_table, texts_of
-from ats_jax.report.figures import BUCKETS, LEAST_BUCKETS, Figure, figures_of
+from ats_jax.report.figures import Figure
+from ats_jax.report.plots import BUCKETS, LEAST_BUCKETS, figures_of
 from ats_jax.report.read import RunRecord
 from ats_jax.report.verdict import verdict
 

@@ -9,7 +9,8 @@ from run_folders import BEGAN, end, rolled_back, training, write_run
 
 from ats_jax.report.events import events_of
 from ats_jax.report.facts import device_hours
-from ats_jax.report.figures import figures_of, series
+from ats_jax.report.figures import series
+from ats_jax.report.plots import figures_of
 from ats_jax.report.read import Column, read_run
 from ats_jax.report.report import make_report
 from ats_jax.report.thin import kept
