@@ -194,8 +194,8 @@ def goodput(run: RunRecord) -> Table | None:
   ended = len(run.column("goodput/wall_secs").values)
   return Table(
     "Where the time went",
-    f"Wall time of {ended} {'start' if ended == 1 else 'starts'} that ended by themselves, of "
-    f"{max(run.starts, ended)}; each moment belongs to one category.",
+    f"Wall time of the starts that ended by themselves, {ended} of {max(run.starts, ended)}; each "
+    "moment belongs to one category.",
     ("category", "#seconds", "#share"),
     tuple((name, round(secs, 1), number(secs / wall)) for name, secs in parts),
     share="#share",
