@@ -83,12 +83,16 @@ def _forecast(run: RunRecord) -> Forecast | None:
 def main(argv: list[str]) -> int:
   """Write the page, or print the card, or serve the page."""
   jax.config.update("jax_platforms", "cpu")  # leave a GPU to the run
+  for flag, others in (("serve", ("out", "json", "card")), ("card", ("out",))):
+    for other in others:
+      if FLAGS[flag].value and FLAGS[other].present:
+        raise ValueError(f"--{flag} writes no page to a file, so --{other} has no effect.")
   if _SERVE.value is not None:
     from ats_jax.report.serve import serve  # here: only this needs a server
 
     serve(lambda refresh: html_page(report_on(argv), refresh), _SERVE.value)
     return exits.DONE
-  out = _target(_OUT.value or f"{argv[0].rstrip('/')}/report.html", "out")
+  out = paths.parse(argv[0]) / "report.html" if _OUT.value is None else _target(_OUT.value, "out")
   also = None if _JSON.value is None else _target(_JSON.value, "json")
   report = report_on(argv)
   if also is not None:
