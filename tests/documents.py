@@ -79,7 +79,8 @@ PATHS = (
 )  # fmt: skip
 OWN_CODE = ("--config=", "--config.extensions=")  # it stays in the process that loads it
 # What is not run either: it takes long, or needs what the small run does not have.
-ONLY_CHECKED = ("plan", "bench", "tune", "bridge", "config", "decisions")
+ONLY_CHECKED = ("plan", "bench", "tune", "bridge", "config", "decisions", "report",
+                "compare")  # fmt: skip
 # Samples that no small run prints, by document and first words, and what it would take. Their words
 # are those of the program.
 NOT_PRODUCED = {

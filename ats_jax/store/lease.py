@@ -20,6 +20,7 @@ from ats_jax.store.paths import Path
 # that long.
 BEAT_SECS = 10.0
 DEAD_SECS = 40.0
+LOOK_SECS = 0.1  # far longer than `is_held` has a local lock
 
 
 @contextlib.contextmanager
@@ -35,7 +36,11 @@ def held(path: Path) -> Iterator[None]:
   """
   if not paths.is_remote(path):
     with open(path, "a") as file:
-      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+      try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+      except BlockingIOError:
+        time.sleep(LOOK_SECS)  # perhaps `is_held` looked in this moment
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
       yield
     return
   lease = _Lease(path)
@@ -44,6 +49,37 @@ def held(path: Path) -> Iterator[None]:
     yield
   finally:
     lease.release()
+
+
+def is_held(path: Path) -> bool:
+  """Whether a process holds the lock `path`; nothing is written.
+
+  On a store the object of a holder is watched until it is rewritten, that of a dead one for
+  `DEAD_SECS`.
+  """
+  if not paths.is_remote(path):
+    if not path.exists():
+      return False
+    with open(path) as file:
+      try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+      except BlockingIOError:
+        return True
+    return False
+  before, deadline = _read(path), time.monotonic() + DEAD_SECS
+  while before is not None and time.monotonic() < deadline:
+    time.sleep(BEAT_SECS / 10)
+    if (now := _read(path)) != before:
+      return now is not None
+  return False
+
+
+def _read(path: Path) -> str | None:
+  """What the lock of a store says; None = there is none."""
+  try:
+    return paths.read(path).decode()
+  except FileNotFoundError:
+    return None
 
 
 class _Lease:
@@ -57,7 +93,7 @@ class _Lease:
 
   def take(self) -> None:
     """Write the object, if nobody does, and go on doing so."""
-    if (holder := self._read()) is not None:
+    if (holder := _read(self._path)) is not None:
       self._see_it_die(holder)
     try:
       paths.create(self._path, self._text())
@@ -82,7 +118,7 @@ class _Lease:
     while not dead:
       time.sleep(BEAT_SECS / 4)
       dead = time.monotonic() >= deadline
-      now = self._read()  # before it is deleted too: another one may just have taken it
+      now = _read(self._path)  # before it is deleted too: another one may just have taken it
       if now is None:
         return
       if now != holder:
@@ -108,13 +144,7 @@ class _Lease:
     os._exit(REFUSED)  # without saving: what the other one writes stays whole
 
   def _mine(self) -> bool:
-    return (self._read() or "").startswith(f"{self._owner} ")
+    return (_read(self._path) or "").startswith(f"{self._owner} ")
 
   def _text(self) -> str:
     return f"{self._owner} {self._count}"
-
-  def _read(self) -> str | None:
-    try:
-      return paths.read(self._path).decode()
-    except FileNotFoundError:
-      return None

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -197,6 +198,7 @@ class Run:
     logging.info("%s\n%s", report.performance(stats), self.goodput.line())
     if jax.process_index() == 0:
       workdir.write_json(self.folder / workdir.PERFORMANCE, stats)
+    logging.info("what happened, as a page: ats-jax report %s", shlex.quote(str(self.folder)))
 
   def timed(self, name: str) -> contextlib.AbstractContextManager[None]:
     """Count the time of a block as part `name` of the loop."""

@@ -31,6 +31,8 @@ VERBS = {
   "evaluate": Verb("use", "loss of a trained run on held-out or other text"),
   "generate": Verb("use", "continue a text with a trained run"),
   "decisions": Verb("watch", "what the orchestrator of a run saw and did, in words"),
+  "report": Verb("watch", "what happened in runs, and how they compare, as one page"),
+  "compare": Verb("watch", "variants of a config, trained with several seeds at equal cost"),
   "forecast": Verb("watch", "the final loss of a run that has begun"),
   "bridge": Verb("use", "weights from and to Hugging Face, and how equal they are"),
   "plan": Verb("plan", "parameters, FLOPs and memory of a config, or its token budget"),

@@ -229,8 +229,8 @@ class Command:
     main: gets the arguments that are no flags; returns an exit code, or None for `exits.DONE`.
     flags: its own.
     about: what it does in a line, then examples and the rest.
-    operand: what the one argument is that is no flag, e.g. "workdir"; "" = there is none, and two
-      words are two arguments.
+    operand: what the one argument is that is no flag, e.g. "workdir"; "" = there is none, two words
+      are two arguments, and "workdir ..." is one or more.
     passes_on: flags that are not known go to `main` too.
   """
 
@@ -280,9 +280,10 @@ class Command:
     for flag in (self.flags[name] for name in self.flags):
       if flag.present and isinstance(flag.value, float) and not math.isfinite(flag.value):
         raise ValueError(f"--{flag.name}={flag.value} is not a finite number: {flag.help}")
-    operands = self.operand.split()
-    if operands and len(rest) != len(operands):
-      wanted = " and ".join(f"one {operand}" for operand in operands)
+    first, *others = self.operand.split() or [""]
+    if first and (not rest if others == ["..."] else len(rest) != 1 + len(others)):
+      wanted = " and ".join(f"one {operand}" for operand in (first, *others))
+      wanted = wanted.replace("and one ...", "or several")
       got = " ".join(rest) or "none"
       raise ValueError(f"expected {wanted}, got {got}. {PROGRAM} {name} --help has examples.")
     if rest and not (self.operand or self.passes_on):

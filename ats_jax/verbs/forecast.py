@@ -44,9 +44,10 @@ _COVERAGE = flags.DEFINE_float("coverage", 0.9, "Of the intervals.", 0.01, 0.99,
 _TARGET = flags.DEFINE_float(
   "target", 0.0, "A loss to reach; 0 = none.", lower_bound=0.0, flag_values=FLAGS
 )
+WORTH = 0.01
 _WORTH = flags.DEFINE_float(
   "worth",
-  0.01,
+  WORTH,
   "Nats that the rest of the stable phase must win to be worth it.",
   lower_bound=0.0,
   flag_values=FLAGS,

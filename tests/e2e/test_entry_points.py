@@ -102,6 +102,22 @@ class TestTrainedRun:
     (trace,) = (trained / "profile").rglob("*.xplane.pb")
     assert b"train_step" in trace.read_bytes()
 
+  def test_report(self, trained, tmp_path):
+    """By the command that the log ends with."""
+    assert f"ats-jax report {trained}" in (trained / "log.txt").read_text().splitlines()[-1]
+    page, data = tmp_path / "page.html", tmp_path / "data.json"
+    flags = (f"--out={page}", f"--json={data}", "--preset=debug")
+    result = called("report", str(trained), *flags)
+    assert result.code == 0, result.err
+    assert f"{trained}: It finished at step 40 of 40." in result.out and str(page) in result.out
+    assert page.read_text().startswith("<!doctype html>")
+    (run,) = json.loads(data.read_text())["runs"]
+    titles = [figure["title"] for figure in run["figures"]]
+    assert titles[0] == "Loss" and "Where the time went" in titles and "Samples" in titles
+    assert "Settings that differ from debug" in titles
+    card = called("report", str(trained), "--card")
+    assert card.code == 0 and card.out.startswith("## Run ")
+
   def test_evaluate(self, trained, tmp_path):
     """The last, the best and a chosen checkpoint, and other text."""
     row = runs.rows(trained, "eval/")[-1]
@@ -163,6 +179,29 @@ class TestTrainedRun:
 
 
 @pytest.mark.thorough
+@pytest.mark.thorough
+def test_variants_are_compared_at_equal_flops(tiny, tmp_path):
+  """The second is twice as wide: it gets fewer steps. The same command again trains nothing."""
+  config = tmp_path / "widths.py"
+  config.write_text(
+    "from ats_jax.config import base_config\n"
+    "def get_config(variant):\n"
+    "  config = base_config()\n"
+    "  config.model.d_ff = int(variant)\n"
+    "  return config\n"
+  )
+  settings = [f"--config.{name}" for name in tiny if not name.startswith("model.d_ff")]
+  flags = (f"--config={config}:32,640", "--seeds=1", "--equal=flops", f"--out={tmp_path / 'out'}")
+  for _ in range(2):
+    result = called("compare", *flags, *settings, "--config.num_steps=8")
+    assert result.code == 0, result.err
+    assert "640-0 is" in result.out and "says nothing about chance" in result.out
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert [run["state"] for run in report["runs"]] == ["finished", "finished"]
+    steps = [workdir.load_config(tmp_path / "out" / name).num_steps for name in ("32-0", "640-0")]
+    assert steps[0] == 8 and steps[1] < 8
+
+
 def test_ctrl_c(tiny, tmp_path):
   """The signal goes to the whole group, the two loader processes included."""
   settings = (*tiny, "optimizer.schedule=constant", "data.num_workers=2")

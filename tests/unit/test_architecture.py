@@ -34,6 +34,7 @@ ALLOWED = {
   "pytorch": set(),
   "bridge": MODEL | {"store", "model", "checkpoint", "data", "pytorch", "exits"},
   "orchestrator": STEP | {"step", "store", "metrics"},
+  "report": {"config", "store", "metrics", "data", "checkpoint", "orchestrator"},
   "cluster": {"config", "store", "exits", "metrics", "planner", "ops"},
   "inference": STEP | {"step", "store", "checkpoint", "cluster"},
   "train": STEP

@@ -44,7 +44,6 @@ NOT_RUN = {
   "venv": "the environment is there already",
   "source": "activates an environment",
   "export": "sets a variable; what sets one in front of a command is run",
-  "tensorboard": "serves until it is stopped",
   "pre-commit": "edits the repository's hooks",
   ".ci/run": "runs this test",
 }

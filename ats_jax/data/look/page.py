@@ -4,16 +4,13 @@
 own policy lets no script run.
 """
 
-import unicodedata
 from collections.abc import Mapping
 from itertools import accumulate, groupby, pairwise
-from pathlib import Path
 from typing import NamedTuple
 
-import jinja2
 import numpy as np
-from markupsafe import Markup
 
+from ats_jax.data.look.html import templates
 from ats_jax.data.look.overview import Overview
 
 
@@ -50,14 +47,7 @@ class Histogram(NamedTuple):
 def html_page(overview: Overview) -> str:
   """Return the report as an HTML document."""
   o = overview
-  environment = jinja2.Environment(
-    loader=jinja2.FileSystemLoader(Path(__file__).parent),
-    autoescape=True,
-    finalize=lambda value: visible(value) if isinstance(value, str) else value,
-    undefined=jinja2.StrictUndefined,
-    trim_blocks=True,
-    lstrip_blocks=True,
-  )
+  environment = templates()
   environment.filters["comma"] = "{:,}".format
   environment.filters["percent"] = _percent
   by_filters = sum(count for (kind, _), count in o.reasons.items() if kind == "filtered")
@@ -78,16 +68,6 @@ def html_page(overview: Overview) -> str:
     reasons=sorted(o.reasons.items(), key=lambda item: (-item[1], item[0])),
     histograms=histograms,
     samples=[(r, list(group)) for r, group in groupby(o.samples, key=lambda s: s["reason"])],
-  )
-
-
-def visible(text: str) -> str:
-  """Text in which what cannot be seen is seen: controls, and what turns text around."""
-  if isinstance(text, Markup):
-    return text
-  return "".join(
-    c if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cf", "Cs") else f"[U+{ord(c):04X}]"
-    for c in text
   )
 
 

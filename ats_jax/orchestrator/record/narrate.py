@@ -37,16 +37,17 @@ def tell(path: Path) -> list[str]:
         case "loss_scale":
           lines.append(_line(row, tell_scale(row)))
         case "decision":
-          lines.append(_line(row, f"{_deed(row)} because of {_because(row)}"))
+          lines.append(_line(row, f"{deed(row)} because of {because(row)}"))
           if advice := row["fields"].get("advice"):
             lines.append(_line(row, f"what to do: {advice}"))
           carried_out[bool(row["applied"])] += 1
         case _:
-          lines.append(_line(row, _event(row)))
+          lines.append(_line(row, event(row)))
   return [*lines, *recurring_batches(bounded), *_summary(levels, carried_out, look)]
 
 
-def _event(row: Mapping[str, Any]) -> str:
+def event(row: Mapping[str, Any]) -> str:
+  """What a line says that is neither a look, a limit nor a decision."""
   match row["kind"]:
     case "start":
       settings = row["settings"]
@@ -56,7 +57,7 @@ def _event(row: Mapping[str, Any]) -> str:
     case "resumed_from":
       return "resumed from here; what came after is not part of the run"
     case "comparison":
-      return _comparison(row)
+      return comparison(row)
     case "given_up":
       return f"drops the comparison since step {row['first']:,}: {row['reason']}"
     case "waits":
@@ -71,18 +72,20 @@ def _line(row: Mapping[str, Any], text: str) -> str:
   return f"step {row['step']:>7,}  {text}"
 
 
-def _deed(row: Mapping[str, Any]) -> str:
+def deed(row: Mapping[str, Any]) -> str:
+  """What a decision did, or would have done."""
   what = ledger.action_of(row).narrate(row)
   return f"decision {row['id']}: {what if row['applied'] else f'would do, but did not: {what}'}"
 
 
-def _because(row: Mapping[str, Any]) -> str:
+def because(row: Mapping[str, Any]) -> str:
+  """What led to a decision."""
   if row["cause"] in ("recovery", "request"):
     return f"{row['cause']}: {row['reason']}"
   return f"the {row['cause']}: {row['reason']}"
 
 
-def _comparison(row: Mapping[str, Any]) -> str:
+def comparison(row: Mapping[str, Any]) -> str:
   """Where each arm ended, in held-out loss."""
   proposal, waiting, scores, made = ledger.compared(row)
   where = lambda score: "no other way" if score is None else f"{score.loss(proposal.domains):.4g}"

@@ -8,8 +8,9 @@ import pytest
 
 from ats_jax.config.schema.filters import Exact
 from ats_jax.data.corpus.shards import TokeniseOptions
+from ats_jax.data.look.html import visible
 from ats_jax.data.look.overview import overview
-from ats_jax.data.look.page import html_page, visible
+from ats_jax.data.look.page import html_page
 from ats_jax.data.splits import open_documents, prepare
 
 HOSTILE = (

@@ -53,6 +53,18 @@ def test_a_second_holder_is_refused_until_the_first_ends(lock):
     pass
 
 
+def test_whether_a_lock_is_held_is_seen_without_taking_it(lock):
+  assert not lease.is_held(lock)
+  with lease.held(lock):
+    assert lease.is_held(lock)
+    with pytest.raises(BlockingIOError), lease.held(lock):
+      raise AssertionError
+  assert not lease.is_held(lock)
+  if lock is LOCK:
+    paths.write(LOCK, "dead 0")
+    assert not lease.is_held(LOCK) and paths.read(LOCK) == b"dead 0"
+
+
 def test_the_lock_of_a_dead_process_is_taken_when_it_was_still_for_long(bucket):
   paths.write(LOCK, "host:1:abcd 17")
   start = time.monotonic()

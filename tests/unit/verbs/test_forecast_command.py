@@ -185,3 +185,13 @@ def test_a_finished_run_has_nothing_to_forecast(tmp_path):
   assert line.startswith(
     f"{run}: finished at step 1,000 with {METRIC} {law(rates)[-1]:.3f}; --at=STEP"
   )
+
+
+def test_a_report_has_the_forecast_of_a_run_that_has_not_ended(tmp_path):
+  for until, fact in ((600, "at the end"), (200, "no forecast")):
+    run = make_run(tmp_path / str(until), until=until)
+    result = called("report", str(run), f"--json={run}.json")
+    assert result.code == 0, result.err
+    (found,) = json.loads((tmp_path / f"{until}.json").read_text())["runs"]
+    (table,) = (figure for figure in found["figures"] if figure["title"] == "Forecast")
+    assert fact in dict(table["rows"]), table

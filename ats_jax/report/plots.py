@@ -1,0 +1,218 @@
+"""The figures of one run: which metrics are shown together, and where its time went."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ats_jax.metrics.progress import PHASES
+from ats_jax.report.events import Event
+from ats_jax.report.figures import Figure, Lines, Table, is_wide, number, series
+from ats_jax.report.maps import heat_maps
+from ats_jax.report.read import RunRecord
+
+BUCKETS = 400  # parts of a series, each with its least and its greatest value; shared by the runs
+LEAST_BUCKETS = 30
+MOST_COLUMNS = 120  # of a map by step; shared alike
+
+
+class Plot(NamedTuple):
+  """Metrics that are one figure.
+
+  Attributes:
+    title: of the figure.
+    about: what it shows and what to look for.
+    unit: of the values.
+    names: name of a metric -> name of its line.
+    marks: whether decisions and resumed starts are marked.
+    shades: whether phases of the learning rate are shaded.
+    log: whether the axis may be logarithmic.
+  """
+
+  title: str
+  about: str
+  unit: str
+  names: Mapping[str, str]
+  marks: bool = False
+  shades: bool = False
+  log: bool = False
+
+
+NATS = "nats a token"
+PLOTS = (
+  Plot(
+    "Loss",
+    "Cross-entropy. Shaded are phases of the learning rate; vertical lines are decisions of the "
+    "orchestrator and resumed starts.",
+    NATS,
+    {"train/loss": "training", "eval/loss": "validation"},
+    marks=True,
+    shades=True,
+    log=True,
+  ),
+  Plot(
+    "Learning rate",
+    "What multiplied the update, and what the schedule alone would have.",
+    "",
+    {"train/learning_rate": "applied", "train/scheduled_rate": "scheduled"},
+    marks=True,
+    shades=True,
+  ),
+  Plot(
+    "Norms of gradient and update",
+    "Global norms: of the gradient before clipping, and of the change to the weights.",
+    "",
+    {"train/grad_norm": "gradient", "train/update_norm": "update"},
+    marks=True,
+    log=True,
+  ),
+  Plot("Norm of the weights", "Global norm after the update.", "", {"train/param_norm": "weights"}),
+  Plot(
+    "Reflex",
+    "How far loss and gradients were from what is usual, in standard deviations.",
+    "sigmas",
+    {"reflex/z_loss": "loss", "reflex/z_grad": "largest of all gradients"},
+    marks=True,
+  ),
+  Plot(
+    "What the reflex did",
+    "Factors on gradients and rate: 1 where nothing was limited. Left out is 1 for an update that "
+    "was not made.",
+    "",
+    {
+      "reflex/grad_scale": "factor on gradients",
+      "reflex/rate_scale": "factor on the rate",
+      "reflex/skipped": "left out",
+    },
+  ),
+  Plot(
+    "Speed",
+    "All devices together, without compilation, evaluations and checkpoints.",
+    "tokens/s",
+    {"train/tokens_per_sec": "tokens/s"},
+  ),
+  Plot(
+    "Utilisation",
+    "Model FLOP/s as a share of the devices' peak.",
+    "share",
+    {"train/mfu": "MFU", "train/mfu_6n": "by 6N + 12LdS"},
+  ),
+  Plot(
+    "Memory",
+    "Of the fullest device, and of the main process.",
+    "GiB",
+    {
+      "memory/device_in_use_gib": "device, in use",
+      "memory/device_peak_gib": "device, most so far",
+      "memory/device_reserved_gib": "device, reserved",
+      "memory/device_limit_gib": "device, limit",
+      "memory/host_rss_gib": "host process",
+    },
+  ),
+)
+
+
+def figures_of(run: RunRecord, events: Sequence[Event], buckets: int = BUCKETS) -> list[Figure]:
+  """The figures of one run that it has something for."""
+  marks = tuple(i for i, event in enumerate(events) if event.kind in ("done", "resumed"))
+  loss, *others = PLOTS
+  plots = [_lines(run, plot, marks, buckets) for plot in (loss, *by_name(run), *others)]
+  found = [
+    *plots,
+    goodput(run),
+    step_times(run),
+    *heat_maps(run, max(1, MOST_COLUMNS * buckets // BUCKETS)),
+  ]
+  return [one for one in found if one is not None]
+
+
+def _lines(run: RunRecord, plot: Plot, marks: tuple[int, ...], buckets: int) -> Lines | None:
+  """A plot of a run; None if the run has none of its metrics."""
+  found = tuple(
+    series(words, column, buckets, marked=name.startswith("eval/"))
+    for name, words in plot.names.items()
+    if len((column := run.column(name)).values)
+  )
+  if not found:
+    return None
+  return Lines(
+    plot.title,
+    plot.about,
+    plot.unit,
+    found,
+    log=plot.log and is_wide(found),
+    events=marks if plot.marks else (),
+    phases=phases(run) if plot.shades else (),
+  )
+
+
+def phases(run: RunRecord) -> tuple[tuple[str, float, float], ...]:
+  """Stretches of the learning rate's phases, each to the last row that names it."""
+  steps, values = run.column("progress/phase")
+  if not len(values):
+    return ()
+  cuts = [0, *(np.flatnonzero(np.diff(values)) + 1).tolist(), len(values)]
+  ends = [0.0, *(float(steps[cut - 1]) for cut in cuts[1:-1]), float(steps[-1])]
+  return tuple((PHASES[int(values[cut])], ends[i], ends[i + 1]) for i, cut in enumerate(cuts[:-1]))
+
+
+def by_name(run: RunRecord) -> list[Plot]:
+  """Losses of named sources and evaluation sets, whose metrics a run has names for."""
+  of = lambda family: {
+    name: name.split("/")[1]
+    for name in run.columns
+    if name.startswith(family) and name.endswith("/loss") and name.count("/") == 2
+  }
+  probes = {
+    name: f"probe: {name.split('/')[1] if name.count('/') == 2 else 'all'}"
+    for name in run.columns
+    if name.startswith("orchestrator/") and name.endswith("probe_loss")
+  }
+  return [
+    Plot("Training loss by source", "Of each named source of the mixture.", NATS, of("train/")),
+    Plot(
+      "Evaluations by name, and the orchestrator's probe",
+      "Loss of each named evaluation set, and of the fixed held-out rows that the orchestrator "
+      "looks at.",
+      NATS,
+      of("eval/") | probes,
+    ),
+  ]
+
+
+def goodput(run: RunRecord) -> Table | None:
+  """Where the wall time of the starts that ended went."""
+  totals = {
+    name.removeprefix("goodput/").removesuffix("_secs"): float(column.values.sum())
+    for name, column in run.columns.items()
+    if name.startswith("goodput/") and name.endswith("_secs")
+  }
+  wall = totals.pop("wall", 0.0)
+  if not wall:
+    return None
+  parts = sorted(totals.items(), key=lambda part: -part[1])
+  ended = len(run.column("goodput/wall_secs").values)
+  return Table(
+    "Where the time went",
+    f"Wall time of the starts that ended by themselves, {ended} of {max(run.starts, ended)}; each "
+    "moment belongs to one category.",
+    ("category", "#seconds", "#share"),
+    tuple((name, round(secs, 1), number(secs / wall)) for name, secs in parts),
+    share="#share",
+  )
+
+
+def step_times(run: RunRecord) -> Table | None:
+  """What a step takes, by the newest start that ended."""
+  known = (
+    ("median", "train/step_secs_p50"),
+    ("90th percentile", "train/step_secs_p90"),
+    ("slowest", "train/step_secs_max"),
+  )
+  rows = [
+    (word, round(1e3 * run.performance[name], 2)) for word, name in known if name in run.performance
+  ]
+  if not rows:
+    return None
+  return Table("A step", "Means of logging intervals, in the newest start that ended.",
+               ("step", "#milliseconds"), tuple(rows))  # fmt: skip
