@@ -397,6 +397,9 @@ class Supervisor(Watcher):
       self.decisions.append((step, decision))
       state = self._carry_out(step, state, decision)
     self._proposal = judgement.proposal or self._proposal  # a pause may look twice
+    if self._proposal is not None and self._proposal.at_once:
+      self._compare(step, state)
+      state = self._end_comparison(step, state)
     if ready is not None and _takes_up(judgement, ready.request):
       del self._requests.waiting[ready.place]
       self._tried = ready.request if ready.request.cause == "comparison" else self._tried
@@ -512,8 +515,10 @@ class Supervisor(Watcher):
   def _compare(self, step: int, state: TrainState) -> None:
     """Begin a comparison: the run's own next steps are its first arm."""
     proposal, self._proposal = self._proposal, None
-    is_over = step >= self._terms.num_steps or self.wants_restart or self._comparison is not None
-    if proposal is None or self._loop is None or self._probe is None or is_over:
+    is_over = step >= self._terms.num_steps and not (proposal and proposal.at_once)
+    if proposal is None or self._loop is None or self._probe is None:
+      return
+    if is_over or self.wants_restart or self._comparison is not None:
       return
     self._snapshots.reject()  # makes room for where the run is now
     held = self._probe.losses(self._scorer(self._program.rules(step))(state.model))

@@ -5,12 +5,14 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, Self
 
 from ats_jax.orchestrator.actions.base import Action, from_json
+from ats_jax.orchestrator.constants import LADDER_LOOKS
 from ats_jax.orchestrator.signals.sources import History, Rise
 from ats_jax.orchestrator.trials.arms import Proposal
 
 # Causes of decisions that are to last: a recovery does not take them back.
 LASTING = ("request", "comparison", "plateau", "first rate")
 RISEN = "source "  # before its name, of `PolicyState.streaks`: a source whose training loss rose
+MACHINE = "machine"  # of `PolicyState.rests`: it was found to compute wrongly, and that stays
 ANY = "any"  # of `PolicyState.rests`: while a comparison is open, there is no other
 
 
@@ -140,6 +142,11 @@ class PolicyState(NamedTuple):
   def lr_scale(self) -> float:
     """What the learning rate of the schedule is multiplied with."""
     return self.control["lr_scale"]
+
+  @property
+  def has_gone_back(self) -> bool:
+    """Whether there was a rollback within the last looks."""
+    return any(look > self.looks - LADDER_LOOKS for look in self.ladder)
 
   def streak(self, name: str) -> int:
     """Looks in a row of a condition."""

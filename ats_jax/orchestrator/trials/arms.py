@@ -56,6 +56,7 @@ class Proposal(NamedTuple):
     domains: of the held-out text, whose mean counts; () = all of it.
     mended: domain -> loss at or below which nothing is wrong any more: once an arm is there,
       waiting included, no other can win. Empty = there is no such level.
+    at_once: it ends where it begins, as the run cannot go on.
   """
 
   trigger: str
@@ -63,6 +64,7 @@ class Proposal(NamedTuple):
   arms: tuple[Arm, ...]
   domains: tuple[str, ...] = ()
   mended: Mapping[str, float] = {}
+  at_once: bool = False
 
   def to_json(self) -> dict[str, Any]:
     """Return the fields as JSON values."""

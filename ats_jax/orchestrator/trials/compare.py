@@ -20,7 +20,7 @@ from ats_jax.data.batch import Batch
 from ats_jax.model.decoder import Decoder
 from ats_jax.orchestrator.actions.base import carry_out
 from ats_jax.orchestrator.actions.expert_view import SurgeryError
-from ats_jax.orchestrator.actions.loop import Repeat, as_of
+from ats_jax.orchestrator.actions.loop import as_of
 from ats_jax.orchestrator.constants import SEEN_BATCHES
 from ats_jax.orchestrator.trials.arms import Arm, Proposal, Score, is_better, is_mended
 from ats_jax.orchestrator.trials.snapshots import Snapshot
@@ -139,6 +139,8 @@ class Comparison:
       del made  # there is memory for one state
       if is_mended(self.proposal, best):
         break
+      if means.exact and reached is not None and arm.mends:
+        break  # the same steps led elsewhere: neither batches nor the rate are to blame
     origin = None if won is None else self._origin(won, means)
     came_from = None if origin is None or origin is self._here else origin.step
     return Ended(waiting, tuple(scores), kept.resume(), self._made, came_from)
@@ -160,7 +162,7 @@ class Comparison:
     origin = self._origin(arm, means)
     if origin is None:
       return None
-    replays, is_check = arm.actions[0].replays, arm.actions == (Repeat(),)
+    replays, is_check = arm.actions[0].replays, arm.mends
     state = origin.resume()
     if origin is not self._here and not is_check:
       control, rate = self._here.some(lambda s: (s.control, s.reflex.rate))

@@ -90,6 +90,17 @@ def test_what_a_machine_computed_wrongly_is_made_again(program, clean, tmp_path)
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize(("factor", "steps"), [(jnp.nan, 8), (jnp.nan, 1), (30.0, 8)])
+def test_damage_between_two_steps_leaves_no_trace(program, clean, tmp_path, factor, steps):
+  run = Run(program, tmp_path / "decisions.jsonl")(FAULT)
+  run.state = scaled(run.state, "head", factor)
+  run(EVERY * steps)  # one: it is found before a checkpoint only
+  ((_, decision),) = run.end()
+  assert (decision.action, decision.cause) == (Repeat(), "state") and replays(run)
+  assert equal(run.state.model, clean[run.step][0])
+
+
+@pytest.mark.thorough
 def test_damage_by_the_step_itself_is_left_behind(program, clean, tmp_path):
   """The same steps again do the same damage; the steps after it, from before it, do not."""
   run, step = Run(program, tmp_path / "decisions.jsonl"), program.train_step
