@@ -27,9 +27,9 @@ from ats_jax.orchestrator.actions import (
 from ats_jax.orchestrator.constants import SPAN_LOOKS
 from ats_jax.orchestrator.policy import triggers
 from ats_jax.orchestrator.policy.requests import Requests
-from ats_jax.orchestrator.policy.state import Request
 from ats_jax.orchestrator.record import ledger
 from ats_jax.orchestrator.record.narrate import tell
+from ats_jax.orchestrator.record.teller import Teller
 from ats_jax.orchestrator.trials.snapshots import COPIES, COPIES_OF_COMPARISON, local_bytes
 
 EVERY = 8
@@ -244,7 +244,7 @@ def test_what_a_hook_wants_tried_is_done_only_if_it_wins(program, asked, rate, w
 def test_what_can_never_be_tried_is_an_error(action):
   cfg = tiny_config({"orchestrator.mode": "act", "orchestrator.check_interval": 5})
   with pytest.raises(ValueError, match="cannot be compared"):
-    Requests(cfg).add(Request(action, "comparison"), step=0)
+    Requests(cfg, Teller(None, None)).add(hooks.Try(action), step=0)
 
 
 @pytest.mark.thorough

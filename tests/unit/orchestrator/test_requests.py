@@ -25,18 +25,19 @@ from ats_jax.orchestrator.policy.requests import Requests
 from ats_jax.orchestrator.policy.state import PolicyState, Request
 from ats_jax.orchestrator.record import ledger
 from ats_jax.orchestrator.record.narrate import tell
+from ats_jax.orchestrator.record.teller import Teller
 from ats_jax.orchestrator.supervisor import Supervisor
 from ats_jax.step.program import make_program
 
 
 def test_the_queue_survives_a_checkpoint():
   cfg = tiny_config({"orchestrator.mode": "act", "orchestrator.check_interval": 10})
-  queue = Requests(cfg)
+  queue = Requests(cfg, Teller(None, None))
   for action in (SetWeightDecay(2.0), ChangeSettings((("num_steps", 30),))):
-    queue.add(Request(action), 5)
-    queue.add(Request(action), 5)  # two looks at one step
+    queue.add(action, 5)
+    queue.add(action, 5)  # two looks at one step
   assert len(queue.waiting) == 2
-  again = Requests(cfg, json.loads(json.dumps(queue.to_json())))
+  again = Requests(cfg, Teller(None, None), json.loads(json.dumps(queue.to_json())))
   assert again.waiting == queue.waiting
 
 
@@ -50,7 +51,7 @@ def test_the_queue_survives_a_checkpoint():
 )
 def test_what_can_never_be_done_ends_the_run_at_once(action, message):
   with pytest.raises(ValueError, match=message):
-    Requests(tiny_config()).add(Request(action), 5)
+    Requests(tiny_config(), Teller(None, None)).add(action, 5)
 
 
 # ---- on the real step
