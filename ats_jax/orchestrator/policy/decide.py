@@ -24,8 +24,8 @@ from ats_jax.orchestrator.actions import (
 from ats_jax.orchestrator.constants import (
   BROKEN_STEPS,
   BROKEN_STOP,
+  CALM_LOOKS,
   CROWDED_SHARE,
-  FIRST_LOOKS,
   FIRST_MARGIN,
   FIRST_TURNOVERS,
   HISTORY,
@@ -35,8 +35,6 @@ from ats_jax.orchestrator.constants import (
   LEAST_SCALE,
   MARGIN_BENDS,
   MOST_REST_LOOKS,
-  RECOVERY_FACTOR,
-  RECOVERY_LOOKS,
   REST_LOOKS,
   RISEN_RATE,
   SETTLING_LOOKS,
@@ -124,19 +122,21 @@ class Compared(NamedTuple):
   Attributes:
     proposal: what was compared.
     waiting: where the run itself ended.
-    scores: of the arms that were made.
+    scores: of the arms, as `arms.winner` takes them.
     made: updates that they took.
   """
 
   proposal: Proposal
   waiting: Score
-  scores: tuple[Score | None, ...]
+  scores: tuple[Score | str, ...]
   made: int
 
   @property
   def blames_machine(self) -> bool:
     """Whether it ended with steps that led elsewhere when they were made again."""
-    return len(self.scores) == 1 and self.proposal.arms[0].mends and self.scores[0] is not None
+    return (
+      len(self.scores) == 1 and self.proposal.arms[0].mends and isinstance(self.scores[0], Score)
+    )
 
 
 def decide(
@@ -173,7 +173,7 @@ def _decide_comparison(
       policy = policy._replace(best={**policy.best, **seen.waiting.held})
     return policy, Judgement()
   arm, score = proposal.arms[place], seen.scores[place]
-  assert score is not None, "it was made"
+  assert isinstance(score, Score), "it was made"
   rests.pop(proposal.trigger, None)
   losses = [f"{x.loss(proposal.domains):.4g}" for x in (seen.waiting, score)]
   reason = f"{proposal.reason}; it ends at {losses[1]} in place of {losses[0]}"
@@ -346,9 +346,9 @@ def _remedies(
 def _recover(policy: PolicyState) -> list[Wanted]:
   """Lift a cut of the rate, once the run has been well for some time."""
   calm = policy.streak("calm")
-  if policy.lr_scale >= policy.lr_wanted or calm < RECOVERY_LOOKS:
+  if policy.lr_scale >= policy.lr_wanted or calm < CALM_LOOKS:
     return []
-  scale = min(policy.lr_wanted, RECOVERY_FACTOR * policy.lr_scale)
+  scale = min(policy.lr_wanted, policy.lr_scale / SLOWER)
   why = f"{calm} looks in a row found nothing"
   return [(SetLearningRateScale(scale, policy.lr_scale), "recovery", why)]
 
@@ -374,7 +374,7 @@ def _well(
 
 def _first_steps(terms: Terms) -> int:
   """Steps in which nothing is usual yet."""
-  return max(terms.warmup, FIRST_LOOKS * terms.cfg.check_interval)
+  return max(terms.warmup, SETTLING_LOOKS * terms.cfg.check_interval)
 
 
 def _allowed(

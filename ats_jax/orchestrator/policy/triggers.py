@@ -17,20 +17,17 @@ from ats_jax.orchestrator.actions import (
 from ats_jax.orchestrator.constants import (
   BEHIND,
   CALM_LOOKS,
-  CROWDED_LOOKS,
+  EXPERT_LOOKS,
   FAST_TURNOVER,
   HARMLESS,
-  HOOK_GAIN,
   LEAST_GAIN,
   LEAST_SCALE,
   RAISE,
-  RAISE_GAIN,
   RAISE_SHARE,
   RAISE_SIGMAS,
   RISEN_RATE,
   SLOWER,
   SPAN_LOOKS,
-  STARVED_LOOKS,
   USUAL_TURNOVER,
 )
 from ats_jax.orchestrator.policy.state import PolicyState, Request
@@ -171,7 +168,7 @@ def higher_rate(policy: PolicyState, reading: Reading, peak: float) -> Proposal 
   if reading.learning_rate < 0.9 * peak:  # in warm-up and while it anneals
     return None
   before, *_, now = (0.0, *policy.history[""][-1 - SPAN_LOOKS :])[-1 - SPAN_LOOKS :]
-  least = max(RAISE_GAIN, RAISE_SHARE * (before - now))
+  least = max(LEAST_GAIN, RAISE_SHARE * (before - now))
   arm = Arm((SetLearningRateScale(scale, policy.lr_scale),), "plateau", least, RAISE_SIGMAS)
   return Proposal(CALM, f"{policy.streak('calm')} calm looks", (arm,))
 
@@ -180,7 +177,7 @@ def dead_expert(policy: PolicyState, reading: Reading) -> Proposal | None:
   """An expert has had no tokens for long: recycle it. That is exact, so it must only do no harm."""
   for layer, expert in reading.starved:
     looks = policy.streak(f"{layer}/{expert}")
-    if looks >= STARVED_LOOKS:
+    if looks >= EXPERT_LOOKS:
       reason = f"expert {expert} of layer {layer} got next to no tokens in {looks} looks"
       arm = Arm((RecycleExpert(layer, expert),), "router", -HARMLESS, None)
       return Proposal(ROUTER, reason, (arm,))
@@ -189,7 +186,7 @@ def dead_expert(policy: PolicyState, reading: Reading) -> Proposal | None:
 
 def asked_for(action: Action) -> Proposal:
   """What a hook wants tried."""
-  return Proposal(HOOK, "a hook asked for it", (Arm((action,), "comparison", HOOK_GAIN, None),))
+  return Proposal(HOOK, "a hook asked for it", (Arm((action,), "comparison", HARMLESS, None),))
 
 
 def more_room(policy: PolicyState, capacity: float | None) -> Request | None:
@@ -200,7 +197,7 @@ def more_room(policy: PolicyState, capacity: float | None) -> Request | None:
     capacity: `moe.capacity_factor` as it is now; None if nothing is dropped.
   """
   looks = policy.streak("crowded")
-  if capacity is None or not looks or looks % CROWDED_LOOKS:
+  if capacity is None or not looks or looks % EXPERT_LOOKS:
     return None
   for factor in ROOMS:
     if factor > capacity:

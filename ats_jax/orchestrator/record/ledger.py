@@ -179,7 +179,7 @@ def action_of(row: Mapping[str, Any]) -> Action:
 
 def compared(row: Mapping[str, Any]) -> Compared:
   """What came of a comparison."""
-  scores = tuple(None if score is None else Score.from_json(score) for score in row["scores"])
+  scores = tuple(x if isinstance(x, str) else Score.from_json(x) for x in row["scores"])
   waiting = Score.from_json(row["waiting"])
   return Compared(Proposal.from_json(row["proposal"]), waiting, scores, row["made"])
 

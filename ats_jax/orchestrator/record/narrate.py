@@ -83,7 +83,7 @@ def _because(row: Mapping[str, Any]) -> str:
 def _comparison(row: Mapping[str, Any]) -> str:
   """Where each arm ended, in held-out loss."""
   proposal, waiting, scores, made = ledger.compared(row)
-  where = lambda score: "no other way" if score is None else f"{score.loss(proposal.domains):.4g}"
+  where = lambda score: score if isinstance(score, str) else f"{score.loss(proposal.domains):.4g}"
   names = [" and ".join(action.narrate({}) for action in arm.actions) for arm in proposal.arms]
   ends = [f"{name}: {where(score)}" for name, score in zip(names, scores, strict=False)]
   won = winner(proposal, waiting, scores)

@@ -138,7 +138,7 @@ class Teller:
 
   def comparison(self, step: int, first: int, compared: Compared) -> None:
     """What came of a comparison."""
-    scores = [None if score is None else score._asdict() for score in compared.scores]
+    scores = [x if isinstance(x, str) else x._asdict() for x in compared.scores]
     self.note(
       "comparison", step, first=first, proposal=compared.proposal.to_json(),
       waiting=compared.waiting._asdict(), scores=scores, made=compared.made,

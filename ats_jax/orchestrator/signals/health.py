@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Self
 
-from ats_jax.orchestrator.constants import LARGE_LOGIT, LOGIT_GROWTH, VERY_LARGE_LOGIT
+from ats_jax.orchestrator.constants import LARGE_LOGIT, LOGIT_GROWTH
 from ats_jax.orchestrator.policy.state import Finding
 
 LEVELS = ("healthy", "warning", "critical")
@@ -75,8 +75,7 @@ class Limit(NamedTuple):
 LIMITS = (
   Limit("train/z", 100.0, 2500.0, "the logits grow (step.z_loss holds them)"),
   Limit("reflex/skipped", 0.1, 0.5, "updates are left out"),
-  Limit("reflex/held", 10.0, math.inf, "the learning rate exceeds its schedule and is held"),
-  Limit("orchestrator/odd_copies", 1.0, math.inf, "devices hold unequal copies of weights"),
+  Limit("reflex/held", 10.0, math.inf, "the learning rate exceeds its schedule and is limited"),
   Limit("moe/max_violation", 2.0, 6.0, "experts are loaded unevenly"),
   Limit("moe/min_load", 0.05, 0.0, "an expert gets next to no tokens", low=True),
   Limit("moe/dropped", 0.05, 0.3, "choices find no place (moe.capacity_factor)"),
@@ -120,12 +119,11 @@ def grown_logits(logits: Sequence[float], usual: Sequence[float], since: int) ->
   grown = [(now, now / max(was, 1.0), layer) for layer, (now, was) in pairs if math.isfinite(now)]
   grown = [found for found in grown if found[1] >= LOGIT_GROWTH]
   now, times, layer = max(grown, default=(0.0, 0.0, 0))
-  level = (now >= LARGE_LOGIT) + (now >= VERY_LARGE_LOGIT)
   says = (
     f"largest attention logit {now:.3g} in layer {layer}, {times:.2g}x since step {since:,} "
     "(model.qk_norm or a lower rate holds them)"
   )
-  return [Cause("attention logits", level, says)] if level else []
+  return [Cause("attention logits", 1, says)] if now >= LARGE_LOGIT else []
 
 
 def risen(above: float) -> list[Cause]:

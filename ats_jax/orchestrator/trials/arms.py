@@ -129,16 +129,16 @@ def is_better(proposal: Proposal, arm: Arm, score: Score, best: Score) -> bool:
   return not arm.remembers or not score.seen >= best.seen  # NaN: it is not known
 
 
-def winner(proposal: Proposal, waiting: Score, scores: Sequence[Score | None]) -> int | None:
+def winner(proposal: Proposal, waiting: Score, scores: Sequence[Score | str]) -> int | None:
   """The place of the arm that wins among those that were made; None if waiting does.
 
   Args:
     proposal: what was compared.
     waiting: where the run itself ended.
-    scores: of the arms, as far as they were made; None = it is not another arm than waiting.
+    scores: of the arms, in their order; of one that was not made, why.
   """
   best, won = waiting, None
   for place, score in enumerate(scores):
-    if score is not None and is_better(proposal, proposal.arms[place], score, best):
+    if isinstance(score, Score) and is_better(proposal, proposal.arms[place], score, best):
       best, won = score, place
   return won

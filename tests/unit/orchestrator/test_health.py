@@ -93,7 +93,7 @@ def test_the_log_has_what_changes(caplog):
   ("logits", "level", "says"),
   [
     ((20.0, 210.0), "warning", "largest attention logit 210 in layer 1, 3x since step 40 "),
-    ((2000.0, 210.0), "critical", "largest attention logit 2e+03 in layer 0, 2e+02x since"),
+    ((2000.0, 210.0), "warning", "largest attention logit 2e+03 in layer 0, 2e+02x since"),
     ((20.0, 130.0), "healthy", ""),  # it began at 70
     ((40.0, 70.0), "healthy", ""),  # grown, but small
     ((math.nan, -math.inf), "healthy", ""),

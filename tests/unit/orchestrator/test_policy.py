@@ -1,7 +1,6 @@
 """What the policy concludes from each kind of reading, what it does, and when it keeps still."""
 
 import dataclasses
-import itertools
 import json
 import math
 
@@ -37,13 +36,13 @@ from ats_jax.orchestrator.actions import (
 from ats_jax.orchestrator.constants import (
   BROKEN_STOP,
   CALM_LOOKS,
+  EXPERT_LOOKS,
   FAST_TURNOVER,
   FIRST_TURNOVERS,
   LEAST_SCALE,
   MOST_REST_LOOKS,
   REST_LOOKS,
   SPAN_LOOKS,
-  STARVED_LOOKS,
   USUAL_TURNOVER,
 )
 from ats_jax.orchestrator.policy.decide import BROKEN_ADVICE, Compared
@@ -65,8 +64,8 @@ def looks():
 
 
 def ended(proposal, *losses, waiting=3.0):
-  """A comparison in which arms ended at these held-out losses; None = the same as waiting."""
-  score = lambda loss: None if loss is None else Score({"": loss}, (loss,) * 4, loss)
+  """A comparison in which arms ended at these held-out losses; None = it was not made."""
+  score = lambda loss: "not made" if loss is None else Score({"": loss}, (loss,) * 4, loss)
   return Compared(proposal, score(waiting), tuple(map(score, losses)), made=40)
 
 
@@ -151,13 +150,12 @@ def test_a_gradient_that_stays_broken_ends_the_run(looks):
   assert looks.actions == [Stop(BROKEN_ADVICE)]
 
 
-def test_a_lower_rate_is_given_back_by_and_by():
+def test_a_lower_rate_is_given_back():
   looks = looks_of(compares=False)
   looks(**NAN_STATE), looks(), looks(**NAN_STATE)
   looks(30)
   scales = [a.scale for a in looks.actions if isinstance(a, SetLearningRateScale)]
-  assert scales[0] == 0.5 and scales == sorted(scales) and scales[-1] == 1.0
-  assert all(b / a <= 1.1 + 1e-9 for a, b in itertools.pairwise(scales))
+  assert scales == [0.5, 1.0]
 
 
 def test_without_a_probe_only_what_is_certain_is_mended():
@@ -370,14 +368,14 @@ def test_a_higher_rate_waits_for_calm_looks_at_the_top_of_the_schedule():
 def test_where_the_rate_was_cut_none_is_raised():
   looks = Looks(RAISING)
   looks.policy = looks.policy._replace(control={"lr_scale": 0.9})
-  looks(4)
+  looks(CALM_LOOKS)
   assert not looks.proposals
 
 
 def test_a_dead_expert_is_recycled_unless_that_does_harm():
   for loss, wins in ((2.001, True), (2.1, False)):
     looks = Looks()
-    looks(STARVED_LOOKS - 1, starved=((3, 1),))
+    looks(EXPERT_LOOKS - 1, starved=((3, 1),))
     assert not looks.proposals
     proposal = looks(starved=((3, 1),)).proposal
     judgement = looks.compared(ended(proposal, loss, waiting=2.0))
