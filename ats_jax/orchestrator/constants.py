@@ -45,6 +45,10 @@ SOURCE_MARGIN = 0.05  # nats above it; less is not worth a word
 SOURCE_SIGMAS = 6.0  # standard errors above it: some sources have few rows, and long tails
 SHARE_RATIO = 1.5  # between shares of a source: with another one it is learnt and forgotten anew
 
+# How far tensors move between two looks.
+CHANGE_LOOKS = 6  # that tell what is usual
+CHANGE_TIMES = 4.0  # the usual change, beside what all tensors do
+
 # Logits of attention.
 LARGE_LOGIT = 100.0  # where arXiv:2507.20534 holds them; some published models have larger ones
 LOGIT_GROWTH = 2.0  # times those at the reference

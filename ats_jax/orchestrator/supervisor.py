@@ -9,7 +9,6 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
-import numpy as np
 from absl import logging
 
 from ats_jax.config.build import CHANGES
@@ -21,14 +20,13 @@ from ats_jax.orchestrator.actions.base import Settings, carry_out
 from ats_jax.orchestrator.constants import SPAN_LOOKS
 from ats_jax.orchestrator.policy.decide import Compared, Interval, Terms, decide
 from ats_jax.orchestrator.policy.requests import Requests
-from ats_jax.orchestrator.policy.state import Decision, Judgement, PolicyState
+from ats_jax.orchestrator.policy.state import Decision, PolicyState
 from ats_jax.orchestrator.ports import Loop
 from ats_jax.orchestrator.record.influence import cost_of_lost_steps
 from ats_jax.orchestrator.record.ledger import check_agreement
 from ats_jax.orchestrator.record.teller import Teller, Write
 from ats_jax.orchestrator.signals.counts import Schedule
-from ats_jax.orchestrator.signals.health import Health, grown_logits, health_of, risen
-from ats_jax.orchestrator.signals.interval import Reading
+from ats_jax.orchestrator.signals.health import health_of
 from ats_jax.orchestrator.signals.probe import Probe
 from ats_jax.orchestrator.signals.watch import Pending, Watch
 from ats_jax.orchestrator.trials.arms import Proposal
@@ -275,7 +273,9 @@ class Supervisor(Watcher):
     seen, self._evaluated = Interval(reading, request, tuple(self._evaluated)), []
     self.policy, judgement = decide(self._terms, self.policy, seen, step)
     check_agreement(self.policy, reading._asdict(), judgement, self._requests.to_json())
-    health = self._health(reading, judgement, pending, rows)
+    further = self._watch.causes(judgement, self.policy.logits, reading, pending, rows)
+    means = {**reading.means, **reading.looked}
+    health = health_of(means, reading.nonfinite, judgement.finding, further)
     self._teller.look(step, seen, judgement, health, pending.host)
     batch_size = self._program.cfg.data.batch_size
     self._teller.steps(step, self._watch.names, pending.step, rows, pending.read, batch_size)
@@ -301,15 +301,6 @@ class Supervisor(Watcher):
     for asked in hooks.call(hooks.Look(step, since, reading, health, judgement)):
       self._requests.add(asked, step)
     return state
-
-  def _health(
-    self, reading: Reading, judgement: Judgement, pending: Pending, rows: np.ndarray
-  ) -> Health:
-    since, usual = self.policy.logits
-    further = [*risen(judgement.above), *grown_logits(reading.logits, usual, since)]
-    further += [self._watch.cause_of(rise, pending, rows) for rise in judgement.rises]
-    means = {**reading.means, **reading.looked}
-    return health_of(means, reading.nonfinite, judgement.finding, further)
 
   def _carry_out(self, step: int, state: TrainState, decision: Decision) -> TrainState:
     action, saved, came_to = decision.action, None, {}
@@ -385,9 +376,8 @@ class Supervisor(Watcher):
       return ended.state
     self._snapshots.return_to(step if ended.origin is None else ended.origin)
     self._restored_step = self._changed_step = step
-    if self._pending is not None:
-      # They were of the arm that lost.
-      self._pending = self._pending._replace(probe=None, logits=None, copies=None)
+    if self._pending is not None:  # it is of the arm that lost
+      self._pending = self._pending.of_another_path()
     self._watch.edited(ended.state)
     for decision in judgement.decisions:
       self.decisions.append((step, decision))

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Self
 
-from ats_jax.orchestrator.constants import LARGE_LOGIT, LOGIT_GROWTH
+from ats_jax.orchestrator.constants import CHANGE_TIMES, LARGE_LOGIT, LOGIT_GROWTH
 from ats_jax.orchestrator.policy.state import Finding
 
 LEVELS = ("healthy", "warning", "critical")
@@ -124,6 +124,13 @@ def grown_logits(logits: Sequence[float], usual: Sequence[float], since: int) ->
     "(model.qk_norm or a lower rate holds them)"
   )
   return [Cause("attention logits", 1, says)] if now >= LARGE_LOGIT else []
+
+
+def moved(times: Sequence[float], names: Sequence[str]) -> list[Cause]:
+  """Whether a tensor moved much farther than is usual for it (`Changes.times_usual`)."""
+  most, name = max(zip(times, names, strict=True), default=(0.0, ""))
+  says = f"{name} moved {most:.2g}x as far as usual since the last look, others did not"
+  return [Cause("change of a tensor", 1, says)] if most >= CHANGE_TIMES else []
 
 
 def risen(above: float) -> list[Cause]:

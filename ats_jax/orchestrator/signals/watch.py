@@ -5,7 +5,7 @@ Only `read` waits for the device: a look reads what was gathered at the one befo
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,11 +16,13 @@ from ats_jax.metrics.host_copy import start_copy
 from ats_jax.model.decoder import Decoder
 from ats_jax.model.forward_pass import Pass
 from ats_jax.model.param import trainable
+from ats_jax.orchestrator.policy.state import Judgement
 from ats_jax.orchestrator.ports import Loop, rows_read
+from ats_jax.orchestrator.signals.changes import Changes
 from ats_jax.orchestrator.signals.copies import Copies
 from ats_jax.orchestrator.signals.counts import Schedule, wrong_counts, wrong_position
 from ats_jax.orchestrator.signals.experts import OpenExperts
-from ats_jax.orchestrator.signals.health import Cause
+from ats_jax.orchestrator.signals.health import Cause, grown_logits, moved, risen
 from ats_jax.orchestrator.signals.interval import (
   Fault,
   Reading,
@@ -52,6 +54,7 @@ class Pending(NamedTuple):
     again: sums of a second score of the same weights, at a pause; None = there is none.
     logits: see `Reading.logits`; None = not measured.
     copies: what comparing copies of these weights comes to (`Copies`); None = not compared.
+    sums: of the tensors of these weights (`Changes`); None = another path led to them.
   """
 
   step: int
@@ -64,6 +67,11 @@ class Pending(NamedTuple):
   again: Sums | None = None
   logits: jax.Array | None = None
   copies: jax.Array | None = None
+  sums: jax.Array | None = None
+
+  def of_another_path(self) -> "Pending":
+    """The steps, without what was measured of the weights that they led to."""
+    return self._replace(probe=None, logits=None, copies=None, sums=None)
 
 
 class Watch:
@@ -90,6 +98,7 @@ class Watch:
     self._loop, self._clock, self._schedule = loop, Clock(totals), schedule
     self._rows, self._loads = list[jax.Array](), list[jax.Array]()
     self._experts: OpenExperts | None = None
+    self._changes, self._moved = Changes(), list[Cause]()
 
   def start(self, step: int, state: TrainState) -> None:
     """Begin before the update after `step`; compiles what looks need.
@@ -100,6 +109,7 @@ class Watch:
     self._tensors = tensors.names(self.program.cfg, trainable(state.model))
     self._copies, self._begin = Copies(self._tensors), rows_read(self._loop, step)
     self._copies.begin(state.model)
+    self._changes.begin(state.model)
     if self.probe is not None:
       self.probe.begin(self.program, state.model, self.program.rules(step))
       self.probe.logits(state.model, self.program.rules(step))
@@ -114,7 +124,8 @@ class Watch:
       self.probe.logits(state.model, program.rules(step))
 
   def edited(self, state: TrainState) -> None:
-    """Other experts may be open in `state` than before."""
+    """Something else than steps made `state`: other experts may be open."""
+    self._changes.forget()
     if self._experts is not None:
       self._experts = OpenExperts(self.program.cfg, state)
 
@@ -142,7 +153,8 @@ class Watch:
       measured["logits"] = self.probe.logits(state.model, rules)
     host, copies = self._clock.lap(len(rows)), self._copies.begin(state.model)
     read = rows_read(self._loop, step)
-    return Pending(step, rows, loads, rules, host, read, copies=copies, **measured)
+    sums = self._changes.begin(state.model)
+    return Pending(step, rows, loads, rules, host, read, copies=copies, sums=sums, **measured)
 
   def settle(self, pending: Pending | None, step: int, state: TrainState) -> list[Pending]:
     """What a pause reads: `pending`, and the steps since. The last is of `state`, scored twice."""
@@ -174,6 +186,11 @@ class Watch:
         metrics["orchestrator/attention_logit"] = largest
     if pending.copies is not None:
       metrics["orchestrator/odd_copies"] = float(np.count_nonzero(pending.copies))
+    self._moved = []
+    if pending.sums is not None:
+      times = self._changes.times_usual(pending.sums)
+      metrics["orchestrator/tensor_change"] = float(np.max(times))
+      self._moved = moved(times.tolist(), self._tensors)
     if self._experts is not None:
       reading = reading._replace(starved=self._experts.starved(jax.device_get(pending.loads)))
     self.laps = [*self.laps, pending.host][-REMEMBERED_LAPS:]
@@ -187,7 +204,24 @@ class Watch:
     elsewhere = wrong_position(cfg, self._begin, pending.read)
     return (*self._copies.faults(pending.copies), *elsewhere, *disagree, *counts)
 
-  def cause_of(self, rise: Rise, pending: Pending, rows: np.ndarray) -> Cause:
+  def causes(
+    self, judgement: Judgement, logits: tuple[int, Sequence[float]], reading: Reading,
+    pending: Pending, rows: np.ndarray,
+  ) -> list[Cause]:  # fmt: skip
+    """What is worth a word of what was read last, beside its means.
+
+    Args:
+      judgement: what was concluded.
+      logits: a step, and the largest attention logits then, which are usual.
+      reading: what `read` gave of `pending`.
+      pending: the steps.
+      rows: their metrics.
+    """
+    since, usual = logits
+    of_weights = *risen(judgement.above), *grown_logits(reading.logits, usual, since), *self._moved
+    return [*of_weights, *(self._cause_of(rise, pending, rows) for rise in judgement.rises)]
+
+  def _cause_of(self, rise: Rise, pending: Pending, rows: np.ndarray) -> Cause:
     """What is said of a source whose training loss has risen: also which rows and files."""
     at = ""
     if self._loop is not None and pending.read is not None:

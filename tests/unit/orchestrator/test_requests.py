@@ -21,6 +21,7 @@ from ats_jax.orchestrator.actions import (
   Stop,
 )
 from ats_jax.orchestrator.actions.expert_view import view_experts
+from ats_jax.orchestrator.policy.decide import Terms
 from ats_jax.orchestrator.policy.requests import Requests
 from ats_jax.orchestrator.policy.state import PolicyState, Request
 from ats_jax.orchestrator.record import ledger
@@ -157,8 +158,8 @@ def test_an_expert_is_added_at_a_checkpoint_released_and_taken_back(mesh, tmp_pa
 def test_adding_an_expert_is_exact(mesh):
   run = Run(None)(2)
   before = run.probe_loss()
-  ready = Requests(CFG, [Request(AddExpert(LAYER)).to_json()]).ready(
-    PolicyState(), run.state, 2, pause=True
+  ready = Requests(CFG, Teller(None, None), [Request(AddExpert(LAYER)).to_json()]).ready(
+    Terms.of(CFG), PolicyState(), run.state, 2, pause=True
   )
   run.state = ready.request.action.apply(run.state, CFG)
   assert abs(run.probe_loss() - before) < 1e-5
