@@ -183,7 +183,20 @@ def carry_out(
   return dataclasses.replace(changed, reflex=changed.reflex._replace(knows=knows))
 
 
+def frozen(value: Any, *, words: bool = True) -> Any:
+  """A JSON value with tuples for lists, and numbers that JSON does not have (`ledger.encode`).
+
+  Raises:
+    ValueError: for a word, if there may be none.
+  """
+  if isinstance(value, Mapping):
+    return {key: frozen(item, words=words) for key, item in value.items()}
+  if isinstance(value, list | tuple):
+    return tuple(frozen(item, words=words) for item in value)
+  is_number = isinstance(value, str) and (not words or value in ("nan", "inf", "-inf"))
+  return float(value) if is_number else value
+
+
 def from_json(fields: Mapping[str, Any]) -> Action:
   """What `to_json` made, also after a JSON file held it."""
-  frozen = lambda v: tuple(map(frozen, v)) if isinstance(v, list) else v
   return KINDS[fields["action"]](**{k: frozen(v) for k, v in fields.items() if k != "action"})

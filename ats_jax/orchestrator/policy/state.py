@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Self
 
-from ats_jax.orchestrator.actions.base import Action, from_json
+from ats_jax.orchestrator.actions.base import Action, from_json, frozen
 from ats_jax.orchestrator.constants import LADDER_LOOKS
 from ats_jax.orchestrator.signals.sources import History, Rise
 from ats_jax.orchestrator.trials.arms import Proposal
@@ -163,18 +163,4 @@ class PolicyState(NamedTuple):
   @classmethod
   def from_json(cls, fields: Mapping[str, Any]) -> Self:
     """What `to_json` made, also after a JSON file held it."""
-    fields = {name: value for name, value in fields.items() if name in cls._fields}
-    tuples = lambda name: {key: tuple(values) for key, values in fields[name].items()}
-    start = fields["start"]
-    return cls(**{
-      **fields,
-      "history": tuples("history"),
-      "rests": tuples("rests"),
-      "sources": {
-        name: tuple(map(tuple, looks)) for name, looks in fields.get("sources", {}).items()
-      },
-      "rules": tuple(fields["rules"]),
-      "logits": (fields.get("logits", (0, ()))[0], tuple(fields.get("logits", (0, ()))[1])),
-      "ladder": tuple(fields["ladder"]),
-      "start": None if start is None else tuple(start),
-    })  # fmt: skip
+    return cls(**{name: frozen(value) for name, value in fields.items() if name in cls._fields})

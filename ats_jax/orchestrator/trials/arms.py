@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ats_jax.orchestrator.actions.base import Action, from_json
+from ats_jax.orchestrator.actions.base import Action, from_json, frozen
 
 
 class Arm(NamedTuple):
@@ -73,9 +73,7 @@ class Proposal(NamedTuple):
   @classmethod
   def from_json(cls, fields: Mapping[str, Any]) -> "Proposal":
     """What `to_json` made, also after a JSON file held it."""
-    mended = {domain: float(loss) for domain, loss in fields["mended"].items()}
-    arms, domains = tuple(map(Arm.from_json, fields["arms"])), tuple(fields["domains"])
-    return cls(**{**fields, "arms": arms, "domains": domains, "mended": mended})
+    return cls(**{**frozen(fields), "arms": tuple(map(Arm.from_json, fields["arms"]))})
 
 
 class Score(NamedTuple):
@@ -103,8 +101,7 @@ class Score(NamedTuple):
   @classmethod
   def from_json(cls, fields: Mapping[str, Any]) -> "Score":
     """What a JSON file held of `_asdict`."""
-    held = {domain: float(loss) for domain, loss in fields["held"].items()}
-    return cls(held, tuple(map(float, fields["coming"])), float(fields["seen"]))
+    return cls(**frozen(fields, words=False))
 
 
 def is_mended(proposal: Proposal, score: Score) -> bool:
