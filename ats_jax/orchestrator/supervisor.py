@@ -218,8 +218,10 @@ class Supervisor(Watcher):
       FloatingPointError: if weights are not finite and nothing mends them.
     """
     pending, self._pending = self._pending, None
-    for interval in self._watch.settle(pending, step, state):
-      state = self._look(step, state, interval, pause=True)
+    if pending is not None and self._watch.has_steps:
+      state, pending = self._look(step, state, pending, pause=True), None
+    if (last := self._watch.settle(pending, step, state)) is not None:
+      state = self._look(step, state, last, pause=True)
     if self._restored_step != step:  # else `metrics` are of the state that was replaced
       check_finite(step, metrics)
     if self._comparison is not None and step == self._terms.num_steps:

@@ -156,16 +156,19 @@ class Watch:
     sums = self._changes.begin(state.model)
     return Pending(step, rows, loads, rules, host, read, copies=copies, sums=sums, **measured)
 
-  def settle(self, pending: Pending | None, step: int, state: TrainState) -> list[Pending]:
-    """What a pause reads: `pending`, and the steps since. The last is of `state`, scored twice."""
-    waiting = [] if pending is None else [pending]
-    if self._rows:
-      waiting.append(self.gather(step, state, scores=True))
-    if waiting and self.probe is not None:
-      last, score = waiting[-1], self.scorer(waiting[-1].rules)
-      first = score(state.model) if last.probe is None else last.probe
-      waiting[-1] = last._replace(probe=first, again=score(state.model))
-    return waiting
+  @property
+  def has_steps(self) -> bool:
+    """Whether there are steps that `gather` has not taken."""
+    return bool(self._rows)
+
+  def settle(self, pending: Pending | None, step: int, state: TrainState) -> Pending | None:
+    """What a pause reads last, of `state`, with its probe scored twice: new steps, or `pending`."""
+    last = self.gather(step, state, scores=True) if self._rows else pending
+    if last is None or self.probe is None:
+      return last
+    score = self.scorer(last.rules)
+    first = score(state.model) if last.probe is None else last.probe
+    return last._replace(probe=first, again=score(state.model))
 
   def pass_over(self, steps: int) -> None:
     """Steps of comparisons took the time since: it is no training."""
