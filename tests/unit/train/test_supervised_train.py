@@ -51,16 +51,17 @@ class Killed(BaseException):
 
 
 def plant(monkeypatch, step, happen):
-  """Have `happen(state)` give the state that goes into update `step`."""
+  """Have `happen(state)` give the state that goes into update `step`, the first time."""
   compile_train_step = Program.compile_train_step
 
   def planted(program, *args):
-    compiled, count = compile_train_step(program, *args), None
+    compiled, is_over = compile_train_step(program, *args), False
 
     def run(state, batch):
-      nonlocal count
-      count = (int(state.step) if count is None else count) + 1
-      return compiled(happen(state) if count == step else state, batch)
+      nonlocal is_over
+      is_now = not is_over and int(state.step) + 1 == step
+      is_over |= is_now
+      return compiled(happen(state) if is_now else state, batch)
 
     return run
 
