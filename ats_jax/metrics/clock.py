@@ -1,12 +1,8 @@
-"""How fast this process goes, by its own clock: for the health report, never for a decision."""
+"""How fast this process goes, by its own clock: for the ledger, never for a decision."""
 
-import statistics
-from collections import deque
 from collections.abc import Callable, Mapping
 
 Totals = Callable[[], Mapping[str, float]]
-REMEMBERED_INTERVALS = 20
-COMPARED_INTERVALS = 5  # at least, to compare an interval with
 ASIDE = ("compile", "eval", "checkpoint", "sample")  # is no training
 
 
@@ -17,15 +13,13 @@ class Clock:
     """Take `Goodput.summary`, or something that gives totals under the same names."""
     self._totals = totals
     self._last = None if totals is None else dict(totals())
-    self._usual: deque[float] = deque(maxlen=REMEMBERED_INTERVALS)
 
   def lap(self, steps: int) -> dict[str, float]:
     """What the last `steps` steps took; empty without totals.
 
     Returns:
       host/step_secs; host/data_wait_share, of the time in which steps were made, spent waiting for
-      batches; host/slower, how much longer than usual a step took beside that, as a share, once it
-      is known.
+      batches.
     """
     if self._totals is None or self._last is None:
       return {}
@@ -34,9 +28,4 @@ class Clock:
     aside = sum(spent[f"goodput/{name}_secs"] for name in ASIDE)
     wall = max(spent["goodput/wall_secs"] - aside, 1e-9)
     waited, steps = spent["goodput/data_wait_secs"], max(steps, 1)
-    times = {"host/step_secs": wall / steps, "host/data_wait_share": waited / wall}
-    busy = max(wall - waited, 1e-9) / steps
-    if len(self._usual) >= COMPARED_INTERVALS:
-      times["host/slower"] = busy / statistics.median(self._usual) - 1.0
-    self._usual.append(busy)
-    return times
+    return {"host/step_secs": wall / steps, "host/data_wait_share": waited / wall}

@@ -9,7 +9,7 @@ LEAST_MARGIN = 0.02  # nats; a look moves a healthy loss by less once the first 
 FIRST_MARGIN = 0.1  # nats, until three bends of the curve are known
 MARGIN_BENDS = 3.0  # times the median bend (second difference), which a smooth descent lacks
 RISEN_RATE = 1.1  # times the rate at the reference: above, the schedule has raised it
-SETTLING_LOOKS = 5  # looks after such a rise in which the reference follows the loss upwards
+SETTLING_LOOKS = 5  # after such a rise, and after the start: a rate too high still looks well
 
 # Comparisons.
 SPAN_LOOKS = 2  # looks that a comparison lasts: one is too short for harm that heals by itself
@@ -17,10 +17,9 @@ LEAST_GAIN = 0.01  # nats of the held-out loss by which going back or slower mus
 SEEN_BATCHES = 4  # of those trained on since the snapshot, which are scored
 REST_LOOKS = 4  # looks without a comparison after one that was lost; doubled by each further loss
 MOST_REST_LOOKS = 64  # so that a run that lost some by chance does not stay unguarded
-SLOWER = 0.5  # of the learning rate, where no other rate is known to have worked
+SLOWER = 0.5  # of the learning rate, where no other rate is known to have worked; what returns
 LEAST_SCALE = 1e-3  # of the learning rate; below it, a run stands still
-HOOK_GAIN = 0.003  # nats by which what a hook wants tried must be better
-HARMLESS = 0.005  # nats by which an exact edit, such as recycling an expert, may look worse
+HARMLESS = 0.005  # nats by which what changes no function may look worse, and hooks must gain
 
 # Rollbacks without a comparison, for what is certain.
 LADDER_LOOKS = 8  # looks within which rollbacks are counted
@@ -31,18 +30,14 @@ BROKEN_STOP = 200  # such steps in a row that end the run, whatever the interval
 # The first learning rate. Usual updates are 0.001 to 0.02 of the first weights' norm.
 FAST_TURNOVER = 0.045  # all weights turn over in 22 steps
 USUAL_TURNOVER = 0.008  # to which a lower rate aims
-FIRST_LOOKS = 5  # before them, a rate ten times too high still looks well
 FIRST_TURNOVERS = 7.0  # of the weights, before which a lower rate does not yet look better
 BEHIND = 0.03  # nats that a lower rate may be behind at FAST_TURNOVER, as it gains later
 
 # Higher rates (orchestrator.raise_learning_rate) and what returns after a cut.
-CALM_LOOKS = 3  # in a row at the top of the schedule
+CALM_LOOKS = 3  # in a row that found nothing: at the top of the schedule, and after a cut
 RAISE = 3.0  # times the rate in a comparison: a smaller step does not show within two looks
-RAISE_GAIN = 0.01  # nats; a higher rate looks worse at first than it is, so what wins is worth it
-RAISE_SHARE = 0.25  # of the progress in the same steps, beside RAISE_GAIN
+RAISE_SHARE = 0.25  # of the progress in the same steps, beside LEAST_GAIN
 RAISE_SIGMAS = 2.0  # standard errors by which the training losses must agree, batch by batch
-RECOVERY_LOOKS = 5  # looks in a row that found nothing, after which a cut rate returns
-RECOVERY_FACTOR = 1.1  # of the learning rate, at each look of a recovery
 
 # Training losses by source.
 SOURCE_LOOKS = 6  # looks that tell what is usual: fewer do not tell the noise
@@ -50,12 +45,14 @@ SOURCE_MARGIN = 0.05  # nats above it; less is not worth a word
 SOURCE_SIGMAS = 6.0  # standard errors above it: some sources have few rows, and long tails
 SHARE_RATIO = 1.5  # between shares of a source: with another one it is learnt and forgotten anew
 
+# How far tensors move between two looks.
+CHANGE_LOOKS = 6  # that tell what is usual
+CHANGE_TIMES = 4.0  # the usual change, beside what all tensors do
+
 # Logits of attention.
 LARGE_LOGIT = 100.0  # where arXiv:2507.20534 holds them; some published models have larger ones
-VERY_LARGE_LOGIT = 1000.0  # attention looks at one token then, and its gradients vanish
 LOGIT_GROWTH = 2.0  # times those at the reference
 
 # Experts.
-STARVED_LOOKS = 10  # in a row next to no tokens: the expert is dead
-CROWDED_LOOKS = 10  # in a row above CROWDED_SHARE: no balance mends that
+EXPERT_LOOKS = 10  # in a row with next to no tokens, or crowded: no balance mends that
 CROWDED_SHARE = 0.3  # of dropped choices; a tenth is usual at capacity 1 (arXiv:2101.03961)

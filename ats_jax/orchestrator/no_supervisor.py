@@ -16,7 +16,6 @@ class NoSupervisor(Watcher):
 
   wants_checkpoint = wants_restart = False
   decisions: tuple[Any, ...] = ()
-  replayed = 0
 
   def __enter__(self) -> Self:
     return self

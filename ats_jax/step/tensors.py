@@ -53,6 +53,24 @@ def checksums(params: Any) -> jax.Array:
   return _reduce_each(params, _bits)
 
 
+def projections(params: Any, number: int) -> jax.Array:
+  """Sums of each tensor with random signs, float32 [number, tensors].
+
+  Of the difference of two such arrays, the mean square over `number` is about the square of the
+  norm of the tensors' difference.
+  """
+
+  def signed(x: jax.Array, key: jax.Array) -> jax.Array:
+    x = x.astype(jnp.float32)
+    for dim, size in enumerate(x.shape):
+      signs = jax.random.rademacher(jax.random.fold_in(key, dim), (size,), jnp.float32)
+      x *= jnp.expand_dims(signs, [d for d in range(x.ndim) if d != dim])
+    return x
+
+  one = lambda n: _reduce_each(params, lambda x: signed(x, jax.random.key(n)))
+  return jax.lax.map(one, jnp.arange(number))
+
+
 def odd_copies(params: Any, copied_along: Sequence[str]) -> jax.Array:
   """Which tensors lie on the devices in copies of unequal bits, int32 [tensors].
 

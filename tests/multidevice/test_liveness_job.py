@@ -35,7 +35,8 @@ import threading
 import jax.numpy as jnp
 
 from ats_jax.cluster.liveness.watchdog import Watchdog
-from ats_jax.orchestrator import actions, hooks, supervisor
+from ats_jax.orchestrator import actions, hooks
+from ats_jax.orchestrator.signals import watch
 from ats_jax.train import feed
 from configs.debug import get_config as debug
 
@@ -43,7 +44,7 @@ RANK = os.environ["JAX_PROCESS_ID"]
 with open(f"FOLDER/starts.{RANK}", "a+") as file:
   file.write("x")
   start = file.tell()
-beat, to_global, sum_up = Watchdog._beat, feed.to_global, supervisor.sum_up
+beat, to_global, sum_up = Watchdog._beat, feed.to_global, watch.sum_up
 watchdogs, looks = [], 0
 
 
@@ -81,7 +82,7 @@ def other_reading(*args):
 
 
 if RANK == "1":
-  supervisor.sum_up = other_reading
+  watch.sum_up = other_reading
 if RANK == "1" and start == 1:
   Watchdog._beat, feed.to_global = slow_beat, slow_feed
 """

@@ -74,6 +74,7 @@ class Action:
     words: what it does, with its fields in braces.
     edits: weights are edited, so that a rollback takes it back too.
     at_pause: done only where the loop waits anyway, as before a checkpoint.
+    can_be_asked_for: a hook may ask for it.
     can_be_tried: it can be compared on the same next steps, with and without it.
     needs_saved: it replaces the state by an earlier one.
     replays: the batches since that state are trained on again, and not passed over.
@@ -84,6 +85,7 @@ class Action:
   words: ClassVar[str]
   edits: ClassVar[bool] = False
   at_pause: ClassVar[bool] = False
+  can_be_asked_for: ClassVar[bool] = True
   can_be_tried: ClassVar[bool] = True
   needs_saved: ClassVar[bool] = False
   replays: ClassVar[bool] = False
@@ -102,11 +104,6 @@ class Action:
     "here", or an earlier one: "good" or "first" (`trials.compare.Means`).
     """
     return "here"
-
-  @property
-  def can_be_asked_for(self) -> bool:
-    """Whether a hook may ask for it."""
-    return True
 
   def check(self, cfg: Config, step: int = 0) -> None:
     """Check that a run of `cfg` can ever do this after `step`; `fill` checks whether it can now.
@@ -159,8 +156,9 @@ class Action:
       step: when.
       wanted: a hook asked for it, or it won a trial; no emergency.
     """
-    del step, wanted
-    return policy
+    del wanted
+    # Steps before it say nothing about an earlier state.
+    return policy._replace(acted_step=step) if self.needs_saved else policy
 
   def narrate(self, row: Mapping[str, Any]) -> str:
     """Describe it, after "decision 3: "; `row` is its line of the ledger."""
@@ -183,7 +181,20 @@ def carry_out(
   return dataclasses.replace(changed, reflex=changed.reflex._replace(knows=knows))
 
 
+def frozen(value: Any, *, words: bool = True) -> Any:
+  """A JSON value with tuples for lists, and numbers that JSON does not have (`ledger.encode`).
+
+  Raises:
+    ValueError: for a word, if there may be none.
+  """
+  if isinstance(value, Mapping):
+    return {key: frozen(item, words=words) for key, item in value.items()}
+  if isinstance(value, list | tuple):
+    return tuple(frozen(item, words=words) for item in value)
+  is_number = isinstance(value, str) and (not words or value in ("nan", "inf", "-inf"))
+  return float(value) if is_number else value
+
+
 def from_json(fields: Mapping[str, Any]) -> Action:
   """What `to_json` made, also after a JSON file held it."""
-  frozen = lambda v: tuple(map(frozen, v)) if isinstance(v, list) else v
   return KINDS[fields["action"]](**{k: frozen(v) for k, v in fields.items() if k != "action"})

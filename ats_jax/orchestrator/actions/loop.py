@@ -68,10 +68,6 @@ class Rollback(Action):
     assert saved is not None, "nothing to go back to"
     return saved
 
-  def remember[M: Memory](self, policy: M, step: int, *, wanted: bool) -> M:
-    """Ignore steps before it: they say nothing about this state."""
-    return policy._replace(acted_step=step)
-
   def narrate(self, row: Mapping[str, Any]) -> str:
     """Say how far back it goes and what that costs, once known."""
     if "to" not in row:
@@ -97,6 +93,7 @@ class Repeat(Action):
   can_be_tried = False
   needs_saved = True
   replays = True
+  can_be_asked_for = False  # only a comparison makes steps again
 
   from_start: bool = False
 
@@ -104,15 +101,6 @@ class Repeat(Action):
   def begins(self) -> str:
     """The newest good state, or the first."""
     return "first" if self.from_start else "good"
-
-  @property
-  def can_be_asked_for(self) -> bool:
-    """Hooks may not: only a comparison makes steps again."""
-    return False
-
-  def remember[M: Memory](self, policy: M, step: int, *, wanted: bool) -> M:
-    """Ignore steps before it: they say nothing about this state."""
-    return policy._replace(acted_step=step)
 
   def narrate(self, row: Mapping[str, Any]) -> str:
     """Say from where on, once known."""
@@ -129,14 +117,9 @@ class CorrectStep(Action):
   """
 
   words = "sets the state's count of updates to {step:,}"
-  can_be_tried = False
+  can_be_asked_for = can_be_tried = False  # only the policy has a reason to
 
   step: int
-
-  @property
-  def can_be_asked_for(self) -> bool:
-    """Hooks may not: only the policy has a reason to."""
-    return False
 
   def apply(self, state: TrainState, cfg: Config, saved: TrainState | None = None) -> TrainState:
     """Nothing else changes."""
@@ -168,17 +151,12 @@ class Stop(Action):
   """
 
   words = "stops the run"
-  can_be_tried = False
+  can_be_asked_for = can_be_tried = False  # a hook raises an error of its own
 
   advice: str = (
     "Lower optimizer.learning_rate, or look at the data (python -m ats_jax data stats). No "
     "checkpoint holds such weights."
   )
-
-  @property
-  def can_be_asked_for(self) -> bool:
-    """A hook raises an error of its own."""
-    return False
 
   def tell(self, host: Host, step: int, reason: str) -> None:
     """With an error."""

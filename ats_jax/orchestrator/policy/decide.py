@@ -24,8 +24,8 @@ from ats_jax.orchestrator.actions import (
 from ats_jax.orchestrator.constants import (
   BROKEN_STEPS,
   BROKEN_STOP,
+  CALM_LOOKS,
   CROWDED_SHARE,
-  FIRST_LOOKS,
   FIRST_MARGIN,
   FIRST_TURNOVERS,
   HISTORY,
@@ -35,8 +35,6 @@ from ats_jax.orchestrator.constants import (
   LEAST_SCALE,
   MARGIN_BENDS,
   MOST_REST_LOOKS,
-  RECOVERY_FACTOR,
-  RECOVERY_LOOKS,
   REST_LOOKS,
   RISEN_RATE,
   SETTLING_LOOKS,
@@ -47,6 +45,7 @@ from ats_jax.orchestrator.policy import triggers
 from ats_jax.orchestrator.policy.state import (
   ANY,
   LASTING,
+  MACHINE,
   RISEN,
   Decision,
   Finding,
@@ -64,6 +63,7 @@ BROKEN_ADVICE = (
   "(python -m ats_jax data stats); if they are well, try precision.compute_dtype=float32, "
   "ops.kernels=attention=xla or another machine, and run the same command again."
 )
+BLAMED = "the same steps led elsewhere when they were made again: a device computes wrongly"
 REMEDIES = "damaged weights, too high a learning rate, harmful batches, or other data than before"
 
 Wanted = tuple[Action, str, str]  # action, cause and reason of a decision
@@ -122,14 +122,21 @@ class Compared(NamedTuple):
   Attributes:
     proposal: what was compared.
     waiting: where the run itself ended.
-    scores: of the arms that were made.
+    scores: of the arms, as `arms.winner` takes them.
     made: updates that they took.
   """
 
   proposal: Proposal
   waiting: Score
-  scores: tuple[Score | None, ...]
+  scores: tuple[Score | str, ...]
   made: int
+
+  @property
+  def blames_machine(self) -> bool:
+    """Whether it ended with steps that led elsewhere when they were made again."""
+    return (
+      len(self.scores) == 1 and self.proposal.arms[0].mends and isinstance(self.scores[0], Score)
+    )
 
 
 def decide(
@@ -155,15 +162,18 @@ def _decide_comparison(
   proposal = seen.proposal
   place = winner(proposal, seen.waiting, seen.scores)
   policy = policy._replace(made_again=policy.made_again + seen.made)
-  rests = {name: rest for name, rest in policy.rests.items() if name != ANY}
+  rests = {name: rest for name, rest in policy.rests.items() if name not in (ANY, MACHINE)}
   if place is None:
     policy = _rest(policy._replace(rests=rests), proposal.trigger)
+    if seen.blames_machine:  # it may compute well a little later
+      later = {MACHINE: (REST_LOOKS, policy.looks + REST_LOOKS)}
+      policy = policy._replace(rests={**policy.rests, **later})
     # Nothing that could be done was better: what the weights are now is how well they can be.
-    if proposal.trigger == triggers.HELD_OUT and seen.waiting.finite:
+    elif proposal.trigger == triggers.HELD_OUT and seen.waiting.finite:
       policy = policy._replace(best={**policy.best, **seen.waiting.held})
     return policy, Judgement()
   arm, score = proposal.arms[place], seen.scores[place]
-  assert score is not None, "it was made"
+  assert isinstance(score, Score), "it was made"
   rests.pop(proposal.trigger, None)
   losses = [f"{x.loss(proposal.domains):.4g}" for x in (seen.waiting, score)]
   reason = f"{proposal.reason}; it ends at {losses[1]} in place of {losses[0]}"
@@ -192,17 +202,28 @@ def _decide_interval(
   worse = {name: above > margins[name] for name, above in excess.items()}
   is_worse = not reading.sound or any(worse.values())
   finding, proposal, wanted = _certain(reading), None, list[Wanted]()
+  may_compare = terms.may_compare(policy)
   rises = _rises(policy, reading, worse)
   if reading.logits and not policy.logits[1] and reading.step >= _first_steps(terms):
     policy = policy._replace(logits=(reading.step, reading.logits))
   policy = _remember(policy, reading, rises, calm=finding is None and not is_worse)
-  if finding is not None:
-    remedies = _remedies(terms, policy, reading, finding, step, is_worse=is_worse)
+  is_damaged = finding is not None and finding.cause == "state" and (is_worse or _stays(reading))
+  is_first = not policy.rests_from(triggers.DAMAGE) and not policy.has_gone_back
+  if finding is not None and is_damaged and may_compare and (reading.sound or is_first):
+    proposal = triggers.damaged(finding.reason, at_once=not reading.sound)
+  elif finding is None and MACHINE in policy.rests and may_compare:
+    finding = Finding("state", True, BLAMED)
+    proposal = None if policy.rests_from(MACHINE) else triggers.damaged(BLAMED)
+  elif finding is not None:
+    remedies = _remedies(terms, policy, reading, finding, step, is_damaged=is_damaged)
     wanted = [(action, finding.cause, finding.reason) for action in remedies]
-  elif is_worse and not policy.streak("settling"):
-    proposal = triggers.worse(policy, reading, excess, margins, eight_bits=terms.eight_bits)
+  elif is_worse:
+    proposal = (
+      triggers.rose_too_far(policy, reading) if policy.streak("settling")
+      else triggers.worse(policy, reading, excess, margins, eight_bits=terms.eight_bits)
+    )  # fmt: skip
     finding = _suspicion(policy, proposal)
-  elif not is_worse and not policy.rests_from(ANY):
+  elif not policy.rests_from(ANY):
     wanted = _recover(policy)
     if not wanted and request is not None and request.cause != "comparison":
       wanted = [(request.action, request.cause, request.reason)]
@@ -282,6 +303,11 @@ def _doubts(reading: Reading) -> str:
   )
 
 
+def _stays(reading: Reading) -> bool:
+  """Whether the state holds what no update mends: copies that differ."""
+  return any(fault.cause == "state" for fault in reading.faults)
+
+
 def _suspicion(policy: PolicyState, proposal: Proposal | None) -> Finding | None:
   """Said once: while its trigger rests, it has been looked into."""
   if proposal is None or policy.rests_from(proposal.trigger):
@@ -296,7 +322,7 @@ def _remedies(
   finding: Finding,
   step: int,
   *,
-  is_worse: bool,
+  is_damaged: bool,
 ) -> list[Action]:
   for fault in reading.faults:
     if fault.advice and fault.reason == finding.reason:
@@ -307,8 +333,7 @@ def _remedies(
     return [FullPrecision()]
   if finding.cause == "system":
     return [Stop(BROKEN_ADVICE)] if reading.broken >= BROKEN_STOP else []
-  stays = any(fault.cause == "state" for fault in reading.faults)  # unequal copies do
-  if finding.cause != "state" or not (is_worse or stays):
+  if not is_damaged:
     return []  # it is mended, or harmless: going back would cost more
   rung = 1 + sum(look > policy.looks - LADDER_LOOKS for look in policy.ladder)
   if rung >= LADDER_RUNGS:
@@ -321,9 +346,9 @@ def _remedies(
 def _recover(policy: PolicyState) -> list[Wanted]:
   """Lift a cut of the rate, once the run has been well for some time."""
   calm = policy.streak("calm")
-  if policy.lr_scale >= policy.lr_wanted or calm < RECOVERY_LOOKS:
+  if policy.lr_scale >= policy.lr_wanted or calm < CALM_LOOKS:
     return []
-  scale = min(policy.lr_wanted, RECOVERY_FACTOR * policy.lr_scale)
+  scale = min(policy.lr_wanted, policy.lr_scale / SLOWER)
   why = f"{calm} looks in a row found nothing"
   return [(SetLearningRateScale(scale, policy.lr_scale), "recovery", why)]
 
@@ -349,7 +374,7 @@ def _well(
 
 def _first_steps(terms: Terms) -> int:
   """Steps in which nothing is usual yet."""
-  return max(terms.warmup, FIRST_LOOKS * terms.cfg.check_interval)
+  return max(terms.warmup, SETTLING_LOOKS * terms.cfg.check_interval)
 
 
 def _allowed(

@@ -4,13 +4,15 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Self
 
-from ats_jax.orchestrator.actions.base import Action, from_json
+from ats_jax.orchestrator.actions.base import Action, from_json, frozen
+from ats_jax.orchestrator.constants import LADDER_LOOKS
 from ats_jax.orchestrator.signals.sources import History, Rise
 from ats_jax.orchestrator.trials.arms import Proposal
 
 # Causes of decisions that are to last: a recovery does not take them back.
 LASTING = ("request", "comparison", "plateau", "first rate")
 RISEN = "source "  # before its name, of `PolicyState.streaks`: a source whose training loss rose
+MACHINE = "machine"  # of `PolicyState.rests`: it was found to compute wrongly, and that stays
 ANY = "any"  # of `PolicyState.rests`: while a comparison is open, there is no other
 
 
@@ -141,6 +143,11 @@ class PolicyState(NamedTuple):
     """What the learning rate of the schedule is multiplied with."""
     return self.control["lr_scale"]
 
+  @property
+  def has_gone_back(self) -> bool:
+    """Whether there was a rollback within the last looks."""
+    return any(look > self.looks - LADDER_LOOKS for look in self.ladder)
+
   def streak(self, name: str) -> int:
     """Looks in a row of a condition."""
     return self.streaks.get(name, 0)
@@ -156,18 +163,4 @@ class PolicyState(NamedTuple):
   @classmethod
   def from_json(cls, fields: Mapping[str, Any]) -> Self:
     """What `to_json` made, also after a JSON file held it."""
-    fields = {name: value for name, value in fields.items() if name in cls._fields}
-    tuples = lambda name: {key: tuple(values) for key, values in fields[name].items()}
-    start = fields["start"]
-    return cls(**{
-      **fields,
-      "history": tuples("history"),
-      "rests": tuples("rests"),
-      "sources": {
-        name: tuple(map(tuple, looks)) for name, looks in fields.get("sources", {}).items()
-      },
-      "rules": tuple(fields["rules"]),
-      "logits": (fields.get("logits", (0, ()))[0], tuple(fields.get("logits", (0, ()))[1])),
-      "ladder": tuple(fields["ladder"]),
-      "start": None if start is None else tuple(start),
-    })  # fmt: skip
+    return cls(**{name: frozen(value) for name, value in fields.items() if name in cls._fields})

@@ -17,21 +17,17 @@ from ats_jax.orchestrator.actions import (
 from ats_jax.orchestrator.constants import (
   BEHIND,
   CALM_LOOKS,
-  CROWDED_LOOKS,
+  EXPERT_LOOKS,
   FAST_TURNOVER,
   HARMLESS,
-  HOOK_GAIN,
-  LADDER_LOOKS,
   LEAST_GAIN,
   LEAST_SCALE,
   RAISE,
-  RAISE_GAIN,
   RAISE_SHARE,
   RAISE_SIGMAS,
   RISEN_RATE,
   SLOWER,
   SPAN_LOOKS,
-  STARVED_LOOKS,
   USUAL_TURNOVER,
 )
 from ats_jax.orchestrator.policy.state import PolicyState, Request
@@ -40,7 +36,7 @@ from ats_jax.orchestrator.signals.sources import Rise
 from ats_jax.orchestrator.trials.arms import Arm, Proposal
 
 HELD_OUT, START, CALM, ROUTER, HOOK = "held-out loss", "start", "calm", "router", "hook"
-SOURCE = "source"
+SOURCE, DAMAGE, RISE = "source", "damage", "rise of the rate"
 # Of moe.capacity_factor: 1 to 1.25 in Switch (arXiv:2101.03961), 2 in GShard (arXiv:2006.16668).
 ROOMS = (1.0, 1.25, 1.5, 2.0)
 
@@ -76,6 +72,17 @@ def worse(
   return Proposal(HELD_OUT, reason, arms, domains, usual)
 
 
+def damaged(reason: str, *, at_once: bool = False) -> Proposal:
+  """An invariant shows damage: the same steps again have none of it, and cost no batches.
+
+  Args:
+    reason: in words.
+    at_once: the run cannot go on as it is.
+  """
+  again = Arm((Repeat(),), "state", -HARMLESS, None)
+  return Proposal(DAMAGE, reason, (again, _careful("state", Rollback())), at_once=at_once)
+
+
 def unexplained(policy: PolicyState, reading: Reading, rises: Sequence[Rise]) -> Proposal | None:
   """A source of which nothing is held out is predicted worse: is it the model, or the text?"""
   reasons = [rise.says for rise in rises if rise.is_worse is None]
@@ -93,7 +100,7 @@ def _back_or_slower(
 ) -> tuple[Arm, ...]:
   """Without the last steps, unless it was just done; without 8 bits; at a lower rate; both."""
   arms, slower = list[Arm](), _slower(policy, reading)
-  if not any(look > policy.looks - LADDER_LOOKS for look in policy.ladder):
+  if not policy.has_gone_back:
     arms.append(_careful("state or batches", Rollback()))
   if eight_bits:
     arms.append(_careful("8 bits", FullPrecision()))
@@ -123,12 +130,29 @@ def too_fast(policy: PolicyState, reading: Reading) -> Proposal | None:
   _, turnover = policy.start
   if turnover <= FAST_TURNOVER:
     return None
-  scale = max(LEAST_SCALE, policy.lr_scale * USUAL_TURNOVER / turnover)
-  slower = SetLearningRateScale(scale, policy.lr_scale)
-  reason = f"an update moved the weights by {turnover:.3g} of their norm; usual is 0.001 to 0.02"
   least = -BEHIND * (turnover / FAST_TURNOVER) ** 2
-  arm = Arm((Repeat(from_start=True), slower), "first rate", least, None)
-  return Proposal(START, reason, (arm,))
+  actions = Repeat(from_start=True), _as_usual(policy, turnover)
+  return Proposal(START, _turns(turnover), (Arm(actions, "first rate", least, None),))
+
+
+def rose_too_far(policy: PolicyState, reading: Reading) -> Proposal | None:
+  """A rise that the schedule declares made text worse, and moves the weights far too fast."""
+  turnover = reading.means["train/update_norm"] / reading.means["train/param_norm"]
+  if not turnover > FAST_TURNOVER:
+    return None
+  slower = _as_usual(policy, turnover)
+  arms = _careful("first rate", slower), _careful("first rate", Rollback(), slower)
+  return Proposal(RISE, f"the learning rate rose, and {_turns(turnover)}", arms)
+
+
+def _as_usual(policy: PolicyState, turnover: float) -> SetLearningRateScale:
+  """A rate at which updates move the weights as much as is usual."""
+  scale = max(LEAST_SCALE, policy.lr_scale * USUAL_TURNOVER / turnover)
+  return SetLearningRateScale(scale, policy.lr_scale)
+
+
+def _turns(turnover: float) -> str:
+  return f"an update moved the weights by {turnover:.3g} of their norm; usual is 0.001 to 0.02"
 
 
 def higher_rate(policy: PolicyState, reading: Reading, peak: float) -> Proposal | None:
@@ -144,7 +168,7 @@ def higher_rate(policy: PolicyState, reading: Reading, peak: float) -> Proposal 
   if reading.learning_rate < 0.9 * peak:  # in warm-up and while it anneals
     return None
   before, *_, now = (0.0, *policy.history[""][-1 - SPAN_LOOKS :])[-1 - SPAN_LOOKS :]
-  least = max(RAISE_GAIN, RAISE_SHARE * (before - now))
+  least = max(LEAST_GAIN, RAISE_SHARE * (before - now))
   arm = Arm((SetLearningRateScale(scale, policy.lr_scale),), "plateau", least, RAISE_SIGMAS)
   return Proposal(CALM, f"{policy.streak('calm')} calm looks", (arm,))
 
@@ -153,7 +177,7 @@ def dead_expert(policy: PolicyState, reading: Reading) -> Proposal | None:
   """An expert has had no tokens for long: recycle it. That is exact, so it must only do no harm."""
   for layer, expert in reading.starved:
     looks = policy.streak(f"{layer}/{expert}")
-    if looks >= STARVED_LOOKS:
+    if looks >= EXPERT_LOOKS:
       reason = f"expert {expert} of layer {layer} got next to no tokens in {looks} looks"
       arm = Arm((RecycleExpert(layer, expert),), "router", -HARMLESS, None)
       return Proposal(ROUTER, reason, (arm,))
@@ -162,7 +186,7 @@ def dead_expert(policy: PolicyState, reading: Reading) -> Proposal | None:
 
 def asked_for(action: Action) -> Proposal:
   """What a hook wants tried."""
-  return Proposal(HOOK, "a hook asked for it", (Arm((action,), "comparison", HOOK_GAIN, None),))
+  return Proposal(HOOK, "a hook asked for it", (Arm((action,), "comparison", HARMLESS, None),))
 
 
 def more_room(policy: PolicyState, capacity: float | None) -> Request | None:
@@ -173,7 +197,7 @@ def more_room(policy: PolicyState, capacity: float | None) -> Request | None:
     capacity: `moe.capacity_factor` as it is now; None if nothing is dropped.
   """
   looks = policy.streak("crowded")
-  if capacity is None or not looks or looks % CROWDED_LOOKS:
+  if capacity is None or not looks or looks % EXPERT_LOOKS:
     return None
   for factor in ROOMS:
     if factor > capacity:

@@ -1,8 +1,7 @@
 """What was left out or shrunk, and when: as a ledger keeps it, and in words."""
 
 import statistics
-from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -11,8 +10,6 @@ import numpy as np
 from ats_jax.config.schema import Config
 from ats_jax.orchestrator.signals.interval import SCALES
 
-RECURRING_BATCHES = 10  # surprising batches within RECURRING_STEPS that are no coincidence
-RECURRING_STEPS = 1000
 SHOWN_RANGES = 4  # ranges of steps or rows in a line
 
 
@@ -101,26 +98,6 @@ def tell_bounded(line: Mapping[str, Any]) -> str:
   if line["shrunk"]:
     parts.append(f"{_batches(line['shrunk'])} shrunk{_rows(line, line['shrunk'])}")
   return "; ".join(parts)
-
-
-def recurring_batches(lines: Iterable[Mapping[str, Any]]) -> list[str]:
-  """Say whether surprising batches recur, with their rows and advice; [] = they do not."""
-  steps = [(step, line) for line in lines for step in (*line["left_out"], *line["shrunk"])]
-  steps.sort(key=lambda item: item[0])
-  numbers = [step for step, _ in steps]
-  spans = [(bisect_right(numbers, at - RECURRING_STEPS), end) for end, at in enumerate(numbers, 1)]
-  begin, end = max(spans, key=lambda span: span[1] - span[0], default=(0, 0))
-  worst = steps[begin:end]
-  if len(worst) < RECURRING_BATCHES:
-    return []
-  first, last = worst[0], worst[-1]
-  rows = sorted({r for step, line in worst for r in _rows_of(line, [step])})
-  where = f" Their rows: {_ranges(rows)}." if rows else ""
-  return [
-    f"the same kind again and again? {len(worst)} surprising batches in steps {first[0]:,} to "
-    f"{last[0]:,}.{where} Look at that text (python -m ats_jax data stats): what is legitimate is "
-    "better mixed into other batches (data.packing, more files a shard); what is broken, removed."
-  ]
 
 
 def _batches(steps: Sequence[int]) -> str:

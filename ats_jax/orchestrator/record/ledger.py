@@ -29,6 +29,7 @@ from jax.experimental import multihost_utils
 
 from ats_jax.config.schema import OrchestratorConfig
 from ats_jax.orchestrator.actions import Action, from_json
+from ats_jax.orchestrator.actions.base import frozen
 from ats_jax.orchestrator.policy.decide import Compared, Interval, Terms, decide
 from ats_jax.orchestrator.policy.state import Decision, Judgement, PolicyState, Request
 from ats_jax.orchestrator.signals.interval import Fault, Reading, SourceLoss
@@ -179,7 +180,7 @@ def action_of(row: Mapping[str, Any]) -> Action:
 
 def compared(row: Mapping[str, Any]) -> Compared:
   """What came of a comparison."""
-  scores = tuple(None if score is None else Score.from_json(score) for score in row["scores"])
+  scores = tuple(x if isinstance(x, str) else Score.from_json(x) for x in row["scores"])
   waiting = Score.from_json(row["waiting"])
   return Compared(Proposal.from_json(row["proposal"]), waiting, scores, row["made"])
 
@@ -197,19 +198,11 @@ def encode(value: Any) -> Any:
 
 def decode(fields: Mapping[str, Any]) -> Reading:
   """The reading that `encode` wrote."""
-  number = lambda x: float(x) if isinstance(x, str) else x
-  unquoted = ("means", "held", "logits", "looked", "sources", "tensor")
-  plain = (name for name in fields if name in Reading._fields and name not in unquoted)
-  values: dict[str, Any] = {name: number(fields[name]) for name in plain}
-  values["tensor"] = fields["tensor"]
-  for name in ("means", "held", "looked"):
-    values[name] = {key: number(x) for key, x in fields.get(name, {}).items()}
-  sources = fields.get("sources", {})
-  values["sources"] = {name: SourceLoss(*map(number, parts)) for name, parts in sources.items()}
-  values["starved"] = tuple((layer, expert) for layer, expert in fields["starved"])
-  values["rules"] = tuple(fields["rules"])
-  values["logits"] = tuple(map(number, fields.get("logits", ())))
+  numbers = {name for name in Reading._fields if name not in ("tensor", "faults")}
+  values = {name: frozen(fields[name], words=False) for name in fields.keys() & numbers}
   values["faults"] = tuple(Fault(*parts) for parts in fields["faults"])
+  values["tensor"] = fields["tensor"]
+  values["sources"] = {name: SourceLoss(*parts) for name, parts in values["sources"].items()}
   return Reading(**values)
 
 

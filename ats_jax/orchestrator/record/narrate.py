@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ats_jax.orchestrator.record import ledger
-from ats_jax.orchestrator.record.influence import recurring_batches, tell_bounded, tell_scale
+from ats_jax.orchestrator.record.influence import tell_bounded, tell_scale
 from ats_jax.orchestrator.signals.health import LEVELS
 from ats_jax.orchestrator.trials.arms import winner
 from ats_jax.store.paths import Path
@@ -19,7 +19,6 @@ def tell(path: Path) -> list[str]:
   """
   lines, level, look = [], LEVELS[0], ""
   levels, carried_out = Counter[str](), Counter[bool]()
-  bounded: list[ledger.LedgerLine] = []
   for row in ledger.read_lines(path):
     with ledger.reading(path, row.number):
       match row["kind"]:
@@ -33,7 +32,6 @@ def tell(path: Path) -> list[str]:
           levels[now] += 1
         case "bounded":
           lines.append(_line(row, tell_bounded(row)))
-          bounded.append(row)
         case "loss_scale":
           lines.append(_line(row, tell_scale(row)))
         case "decision":
@@ -43,7 +41,7 @@ def tell(path: Path) -> list[str]:
           carried_out[bool(row["applied"])] += 1
         case _:
           lines.append(_line(row, event(row)))
-  return [*lines, *recurring_batches(bounded), *_summary(levels, carried_out, look)]
+  return [*lines, *_summary(levels, carried_out, look)]
 
 
 def event(row: Mapping[str, Any]) -> str:
@@ -88,7 +86,7 @@ def because(row: Mapping[str, Any]) -> str:
 def comparison(row: Mapping[str, Any]) -> str:
   """Where each arm ended, in held-out loss."""
   proposal, waiting, scores, made = ledger.compared(row)
-  where = lambda score: "no other way" if score is None else f"{score.loss(proposal.domains):.4g}"
+  where = lambda score: score if isinstance(score, str) else f"{score.loss(proposal.domains):.4g}"
   names = [" and ".join(action.narrate({}) for action in arm.actions) for arm in proposal.arms]
   ends = [f"{name}: {where(score)}" for name, score in zip(names, scores, strict=False)]
   won = winner(proposal, waiting, scores)

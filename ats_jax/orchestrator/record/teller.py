@@ -3,15 +3,17 @@
 The ledger and the metrics have every look. The log has what changes.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from absl import logging
 
 from ats_jax.orchestrator.actions.base import Action
-from ats_jax.orchestrator.policy.decide import Compared
-from ats_jax.orchestrator.policy.state import RISEN, Decision, PolicyState, Request
+from ats_jax.orchestrator.policy.decide import Compared, Interval
+from ats_jax.orchestrator.policy.state import RISEN, Decision, Judgement, PolicyState, Request
+from ats_jax.orchestrator.record.influence import bounded_steps, scale_changes
 from ats_jax.orchestrator.record.ledger import Ledger
 from ats_jax.orchestrator.signals.health import LEVELS, Health
 from ats_jax.orchestrator.signals.interval import Reading, RowsRead
@@ -47,12 +49,28 @@ class Teller:
     if self._ledger is not None:
       self._ledger.close()
 
-  def bounded(
-    self, step: int, left: Mapping[str, Any], read: RowsRead | None, batch_size: int
+  def look(
+    self, step: int, seen: Interval, judgement: Judgement, health: Health, host: Mapping[str, float]
   ) -> None:
-    """What was left out or shrunk, and what tells its rows."""
-    at, row = read or (None, None)
-    self.note("bounded", step, **left, row=row, step_of_row=at, batch_size=batch_size)
+    """What was seen at a look, and how the run is."""
+    request = None if seen.request is None else seen.request.to_json()
+    self.note(
+      "check", step, reading=seen.reading._asdict(), stale=judgement.stale,
+      health=health._asdict(), host=host, request=request, evaluated=seen.evaluated,
+    )  # fmt: skip
+    if not judgement.stale:
+      self.health(health)
+
+  def steps(
+    self, step: int, names: Sequence[str], last: int, rows: np.ndarray, read: RowsRead | None,
+    batch_size: int,
+  ) -> None:  # fmt: skip
+    """What was left out or shrunk up to step `last`, and what tells its rows; the loss's scale."""
+    if (left := bounded_steps(names, last, rows)) is not None:
+      at, row = read or (None, None)
+      self.note("bounded", step, **left, row=row, step_of_row=at, batch_size=batch_size)
+    if (scale := scale_changes(names, last, rows)) is not None:
+      self.note("loss_scale", step, **scale)
 
   def health(self, health: Health) -> None:
     """Log a cause when it begins, when it gets better or worse, and when it is over."""
@@ -120,7 +138,7 @@ class Teller:
 
   def comparison(self, step: int, first: int, compared: Compared) -> None:
     """What came of a comparison."""
-    scores = [None if score is None else score._asdict() for score in compared.scores]
+    scores = [x if isinstance(x, str) else x._asdict() for x in compared.scores]
     self.note(
       "comparison", step, first=first, proposal=compared.proposal.to_json(),
       waiting=compared.waiting._asdict(), scores=scores, made=compared.made,

@@ -1,22 +1,13 @@
 """How a run is doing, in one word and its causes."""
 
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Self
 
-from ats_jax.orchestrator.constants import LARGE_LOGIT, LOGIT_GROWTH, VERY_LARGE_LOGIT
+from ats_jax.orchestrator.constants import CHANGE_TIMES, LARGE_LOGIT, LOGIT_GROWTH
 from ats_jax.orchestrator.policy.state import Finding
-from ats_jax.orchestrator.signals.interval import Reading
 
 LEVELS = ("healthy", "warning", "critical")
-REMEMBERED_LOOKS = 6
-SLOW_LOOKS = 5  # of the remembered ones, for a word about it
-VERY_SLOW_LOOKS = 2  # the last ones in a row, for a warning at once
-# The probe's loss is far from the training loss if it differs by both of these.
-FAR_NATS = 1.0
-FAR_SHARE = 0.2  # of the training loss
-COMPARED = range(2, 11)  # readings of the probe that are: in the first the loss falls too fast
 
 
 class Cause(NamedTuple):
@@ -84,8 +75,7 @@ class Limit(NamedTuple):
 LIMITS = (
   Limit("train/z", 100.0, 2500.0, "the logits grow (step.z_loss holds them)"),
   Limit("reflex/skipped", 0.1, 0.5, "updates are left out"),
-  Limit("reflex/held", 10.0, math.inf, "the learning rate exceeds its schedule and is held"),
-  Limit("orchestrator/odd_copies", 1.0, math.inf, "devices hold unequal copies of weights"),
+  Limit("reflex/held", 10.0, math.inf, "the learning rate exceeds its schedule and is limited"),
   Limit("moe/max_violation", 2.0, 6.0, "experts are loaded unevenly"),
   Limit("moe/min_load", 0.05, 0.0, "an expert gets next to no tokens", low=True),
   Limit("moe/dropped", 0.05, 0.3, "choices find no place (moe.capacity_factor)"),
@@ -93,18 +83,12 @@ LIMITS = (
   Limit("mod/agreement", 0.9, 0.6, "the causal rule differs from training's choice", low=True),
   Limit("mod/overflow", 0.2, 0.6, "chosen tokens find no place"),
 )
-# Of one process's clock. On a busy machine single looks say little.
-OF_HOST = (
-  Limit("host/data_wait_share", 0.1, 0.5, "steps wait for data (data.num_workers, data.prefetch)"),
-  Limit("host/slower", 0.5, 2.0, "steps take longer than they did, by this share, data apart"),
-)
 
 
 def health_of(
   means: Mapping[str, float],
   nonfinite: int,
   finding: Finding | None,
-  laps: Sequence[Mapping[str, float]] = (),
   further: Sequence[Cause] = (),
 ) -> Health:
   """Say how an interval of steps was.
@@ -113,7 +97,6 @@ def health_of(
     means: means of the metrics over the interval, by name.
     nonfinite: steps with a loss or gradient that was not finite.
     finding: the finding of the policy; None = nothing is wrong.
-    laps: times of this process in the last intervals (`Clock.lap`), the newest last.
     further: causes that others report.
   """
   causes = list(further)
@@ -125,26 +108,9 @@ def health_of(
     causes.append(Cause("not finite", 1, says))
   for limit in LIMITS:
     value = means.get(limit.metric, math.nan)
-    causes += _causes_beyond(limit, limit.level(value), value)
-  for limit in OF_HOST:
-    values = [lap[limit.metric] for lap in laps[-REMEMBERED_LOOKS:] if limit.metric in lap]
-    if values:
-      causes += _causes_beyond(
-        limit, _lasting([limit.level(v) for v in values]), statistics.median(values)
-      )
+    if level := limit.level(value):
+      causes.append(Cause(limit.metric, level, f"{limit.metric} is {value:.3g}: {limit.says}"))
   return Health.of(causes)
-
-
-def far_probe(reading: Reading) -> list[Cause]:
-  """Whether held-out text seems to be of another kind than what is trained on."""
-  apart = abs(reading.probe - reading.loss)
-  if not apart > max(FAR_NATS, FAR_SHARE * reading.loss):  # nor if one is not known
-    return []
-  says = (
-    f"held-out loss {reading.probe:.4g}, training loss {reading.loss:.4g}: is the validation split "
-    "of another kind than the training text? (data.validation_paths, python -m ats_jax data stats)"
-  )
-  return [Cause("held-out text", 1, says)]
 
 
 def grown_logits(logits: Sequence[float], usual: Sequence[float], since: int) -> list[Cause]:
@@ -153,28 +119,21 @@ def grown_logits(logits: Sequence[float], usual: Sequence[float], since: int) ->
   grown = [(now, now / max(was, 1.0), layer) for layer, (now, was) in pairs if math.isfinite(now)]
   grown = [found for found in grown if found[1] >= LOGIT_GROWTH]
   now, times, layer = max(grown, default=(0.0, 0.0, 0))
-  level = (now >= LARGE_LOGIT) + (now >= VERY_LARGE_LOGIT)
   says = (
     f"largest attention logit {now:.3g} in layer {layer}, {times:.2g}x since step {since:,} "
     "(model.qk_norm or a lower rate holds them)"
   )
-  return [Cause("attention logits", level, says)] if level else []
+  return [Cause("attention logits", 1, says)] if now >= LARGE_LOGIT else []
+
+
+def moved(times: Sequence[float], names: Sequence[str]) -> list[Cause]:
+  """Whether a tensor moved much farther than is usual for it (`Changes.times_usual`)."""
+  most, name = max(zip(times, names, strict=True), default=(0.0, ""))
+  says = f"{name} moved {most:.2g}x as far as usual since the last look, others did not"
+  return [Cause("change of a tensor", 1, says)] if most >= CHANGE_TIMES else []
 
 
 def risen(above: float) -> list[Cause]:
   """Whether held-out text is predicted worse than it was, beyond noise; `above` in nats."""
   says = f"the held-out loss is {above:.3g} nats above its best"
   return [Cause("held-out loss", 1, says)] if above else []
-
-
-def _causes_beyond(limit: Limit, level: int, value: float) -> list[Cause]:
-  says = f"{limit.metric} is {value:.3g}: {limit.says}"
-  return [Cause(limit.metric, level, says)] if level else []
-
-
-def _lasting(levels: Sequence[int]) -> int:
-  """The level of what a clock says: only what lasts counts, or a warning at once if it is grave."""
-  for level in (2, 1):
-    if sum(at >= level for at in levels) >= SLOW_LOOKS:
-      return level
-  return int(len(levels) >= VERY_SLOW_LOOKS and min(levels[-VERY_SLOW_LOOKS:]) == 2)

@@ -6,8 +6,6 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from ats_jax.model.forward_pass import Pass
-
 SCALES = ("reflex/grad_scale", "reflex/rate_scale")  # 1 if all is well
 
 Sums = tuple[jax.Array, ...]  # what an eval step returned for each part of the probe
@@ -105,34 +103,6 @@ class Reading(NamedTuple):
   def probe(self) -> float:
     """Loss on all held-out text; NaN if it was not scored."""
     return self.held.get("", float("nan"))
-
-
-class Pending(NamedTuple):
-  """Steps that no look has read yet.
-
-  Attributes:
-    step: the last of them.
-    rows: `StepMetrics.values` of each, on their way to the host.
-    probe: sums of the eval step for the weights after the last step; None = not scored.
-    rules: by which the probe is scored after these steps.
-    host: times of these steps by this process's clock.
-    loads: moe/load of each step, if experts are watched.
-    read: position of the loop in the data after the last step; None = unknown.
-    again: sums of a second score of the same weights, at a pause; None = there is none.
-    logits: see `Reading.logits`; None = not measured.
-    copies: what comparing copies of these weights comes to (`Copies`); None = not compared.
-  """
-
-  step: int
-  rows: list[jax.Array]
-  probe: Sums | None
-  rules: Pass
-  host: dict[str, float]
-  loads: list[jax.Array]
-  read: RowsRead | None = None
-  again: Sums | None = None
-  logits: jax.Array | None = None
-  copies: jax.Array | None = None
 
 
 def sum_up(

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ats_jax.orchestrator.actions.base import Action, from_json
+from ats_jax.orchestrator.actions.base import Action, from_json, frozen
 
 
 class Arm(NamedTuple):
@@ -56,6 +56,7 @@ class Proposal(NamedTuple):
     domains: of the held-out text, whose mean counts; () = all of it.
     mended: domain -> loss at or below which nothing is wrong any more: once an arm is there,
       waiting included, no other can win. Empty = there is no such level.
+    at_once: it ends where it begins, as the run cannot go on.
   """
 
   trigger: str
@@ -63,6 +64,7 @@ class Proposal(NamedTuple):
   arms: tuple[Arm, ...]
   domains: tuple[str, ...] = ()
   mended: Mapping[str, float] = {}
+  at_once: bool = False
 
   def to_json(self) -> dict[str, Any]:
     """Return the fields as JSON values."""
@@ -71,9 +73,7 @@ class Proposal(NamedTuple):
   @classmethod
   def from_json(cls, fields: Mapping[str, Any]) -> "Proposal":
     """What `to_json` made, also after a JSON file held it."""
-    mended = {domain: float(loss) for domain, loss in fields["mended"].items()}
-    arms, domains = tuple(map(Arm.from_json, fields["arms"])), tuple(fields["domains"])
-    return cls(**{**fields, "arms": arms, "domains": domains, "mended": mended})
+    return cls(**{**frozen(fields), "arms": tuple(map(Arm.from_json, fields["arms"]))})
 
 
 class Score(NamedTuple):
@@ -101,8 +101,7 @@ class Score(NamedTuple):
   @classmethod
   def from_json(cls, fields: Mapping[str, Any]) -> "Score":
     """What a JSON file held of `_asdict`."""
-    held = {domain: float(loss) for domain, loss in fields["held"].items()}
-    return cls(held, tuple(map(float, fields["coming"])), float(fields["seen"]))
+    return cls(**frozen(fields, words=False))
 
 
 def is_mended(proposal: Proposal, score: Score) -> bool:
@@ -127,16 +126,16 @@ def is_better(proposal: Proposal, arm: Arm, score: Score, best: Score) -> bool:
   return not arm.remembers or not score.seen >= best.seen  # NaN: it is not known
 
 
-def winner(proposal: Proposal, waiting: Score, scores: Sequence[Score | None]) -> int | None:
+def winner(proposal: Proposal, waiting: Score, scores: Sequence[Score | str]) -> int | None:
   """The place of the arm that wins among those that were made; None if waiting does.
 
   Args:
     proposal: what was compared.
     waiting: where the run itself ended.
-    scores: of the arms, as far as they were made; None = it is not another arm than waiting.
+    scores: of the arms, in their order; of one that was not made, why.
   """
   best, won = waiting, None
   for place, score in enumerate(scores):
-    if score is not None and is_better(proposal, proposal.arms[place], score, best):
+    if isinstance(score, Score) and is_better(proposal, proposal.arms[place], score, best):
       best, won = score, place
   return won

@@ -13,14 +13,13 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
-from absl import logging
 
 from ats_jax.config.schema import Config
 from ats_jax.data.batch import Batch
 from ats_jax.model.decoder import Decoder
 from ats_jax.orchestrator.actions.base import carry_out
 from ats_jax.orchestrator.actions.expert_view import SurgeryError
-from ats_jax.orchestrator.actions.loop import Repeat, as_of
+from ats_jax.orchestrator.actions.loop import as_of
 from ats_jax.orchestrator.constants import SEEN_BATCHES
 from ats_jax.orchestrator.trials.arms import Arm, Proposal, Score, is_better, is_mended
 from ats_jax.orchestrator.trials.snapshots import Snapshot
@@ -79,14 +78,14 @@ class Ended(NamedTuple):
 
   Attributes:
     waiting: where the run itself ended.
-    scores: of the arms that were made, in their order (`arms.winner`).
+    scores: of the arms, as `arms.winner` takes them.
     state: where the winner ended; the run goes on from it.
     made: updates that the arms took.
     origin: step of the earlier state that the winner began from; None = of none.
   """
 
   waiting: Score
-  scores: tuple[Score | None, ...]
+  scores: tuple[Score | str, ...]
   state: TrainState
   made: int
   origin: int | None
@@ -128,17 +127,22 @@ class Comparison:
     waiting = best = _score(means, state.model, self.metrics, seen)
     if is_mended(self.proposal, waiting):
       return Ended(waiting, (), state, 0, None)
-    kept, won, scores = Snapshot.swap_out(step, state), None, list[Score | None]()
+    kept, won, scores = Snapshot.swap_out(step, state), None, list[Score | str]()
     for arm in self.proposal.arms:
       used = means.wide if _widens(arm) and means.wide is not None else means
       made = self._make(arm, step, used)
-      reached = None if made is None else _score(used, made[0].model, made[1], seen)
+      if isinstance(made, str):
+        scores.append(made)
+        continue
+      reached = _score(used, made[0].model, made[1], seen)
       scores.append(reached)
-      if made is not None and reached is not None and is_better(self.proposal, arm, reached, best):
+      if is_better(self.proposal, arm, reached, best):
         best, won, kept = reached, arm, Snapshot.swap_out(step, made[0])
       del made  # there is memory for one state
       if is_mended(self.proposal, best):
         break
+      if means.exact and arm.mends:
+        break  # the same steps led elsewhere: neither batches nor the rate are to blame
     origin = None if won is None else self._origin(won, means)
     came_from = None if origin is None or origin is self._here else origin.step
     return Ended(waiting, tuple(scores), kept.resume(), self._made, came_from)
@@ -152,15 +156,12 @@ class Comparison:
       return None  # the same steps would not be the same
     return getattr(means, first.begins)
 
-  def _make(self, arm: Arm, end: int, means: Means) -> tuple[TrainState, list[StepMetrics]] | None:
-    """Where an arm ends, and its metrics since the arms parted.
-
-    None if it cannot be made, or if it only makes the same steps again and they lead here.
-    """
+  def _make(self, arm: Arm, end: int, means: Means) -> tuple[TrainState, list[StepMetrics]] | str:
+    """Where an arm ends, and its metrics since the arms parted; or why it was not made."""
     origin = self._origin(arm, means)
     if origin is None:
-      return None
-    replays, is_check = arm.actions[0].replays, arm.actions == (Repeat(),)
+      return "there is no state to begin with"
+    replays, is_check = arm.actions[0].replays, arm.mends
     state = origin.resume()
     if origin is not self._here and not is_check:
       control, rate = self._here.some(lambda s: (s.control, s.reflex.rate))
@@ -170,18 +171,17 @@ class Comparison:
       for action in arm.actions:
         state = state if action.needs_saved else carry_out(action, state, means.cfg)
     except SurgeryError as error:  # it has become impossible since it was proposed
-      logging.warning("orchestrator: an arm is left out: %s", error)
-      return None
+      return str(error)
     parted = list[StepMetrics]()
     begin = origin if replays else self._here
     updates = means.ahead(json.loads(begin.saved))
     train_step = updates.wide_step if _widens(arm) else updates.train_step
-    if train_step is None:  # 8 bits were switched off since it was proposed
-      return None
+    if train_step is None:
+      return "8 bits are off by now"
     with updates.batches() as batches:
       for number, batch in enumerate(islice(batches, end - begin.step), begin.step):
         if number == self.first and is_check and self._is_here(state, means):
-          return None
+          return "the same steps led here again"
         state, metrics = train_step(state, batch)
         self._made += 1
         if number >= self.first:

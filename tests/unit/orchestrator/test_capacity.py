@@ -9,8 +9,8 @@ from readings import HEALTHY, INTERVAL, reading
 
 from ats_jax.config.schema import OrchestratorConfig
 from ats_jax.orchestrator.actions import ChangeSettings
-from ats_jax.orchestrator.constants import CROWDED_LOOKS as LOOKS
 from ats_jax.orchestrator.constants import CROWDED_SHARE
+from ats_jax.orchestrator.constants import EXPERT_LOOKS as LOOKS
 from ats_jax.orchestrator.policy.decide import Interval, Terms, decide
 from ats_jax.orchestrator.policy.state import PolicyState
 from ats_jax.orchestrator.policy.triggers import ROOMS, more_room

@@ -27,9 +27,9 @@ from ats_jax.orchestrator.actions import (
 from ats_jax.orchestrator.constants import SPAN_LOOKS
 from ats_jax.orchestrator.policy import triggers
 from ats_jax.orchestrator.policy.requests import Requests
-from ats_jax.orchestrator.policy.state import Request
 from ats_jax.orchestrator.record import ledger
 from ats_jax.orchestrator.record.narrate import tell
+from ats_jax.orchestrator.record.teller import Teller
 from ats_jax.orchestrator.trials.snapshots import COPIES, COPIES_OF_COMPARISON, local_bytes
 
 EVERY = 8
@@ -90,6 +90,17 @@ def test_what_a_machine_computed_wrongly_is_made_again(program, clean, tmp_path)
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize(("factor", "steps"), [(jnp.nan, 8), (jnp.nan, 1), (30.0, 8)])
+def test_damage_between_two_steps_leaves_no_trace(program, clean, tmp_path, factor, steps):
+  run = Run(program, tmp_path / "decisions.jsonl")(FAULT)
+  run.state = scaled(run.state, "head", factor)
+  run(EVERY * steps)  # one: it is found before a checkpoint only
+  ((_, decision),) = run.end()
+  assert (decision.action, decision.cause) == (Repeat(), "state") and replays(run)
+  assert equal(run.state.model, clean[run.step][0])
+
+
+@pytest.mark.thorough
 def test_damage_by_the_step_itself_is_left_behind(program, clean, tmp_path):
   """The same steps again do the same damage; the steps after it, from before it, do not."""
   run, step = Run(program, tmp_path / "decisions.jsonl"), program.train_step
@@ -104,7 +115,7 @@ def test_damage_by_the_step_itself_is_left_behind(program, clean, tmp_path):
   run(EVERY * 26)
   decisions = run.end()
   assert decisions[0][1].action == Rollback()
-  assert run.lines("comparison")[0]["scores"][0] is None  # it is no machine's
+  assert run.lines("comparison")[0]["scores"][0] == "the same steps led here again"
   assert run.probe_loss() < clean[EVERY * 26][1] + 0.1
   assert replays(run)
 
@@ -233,7 +244,7 @@ def test_what_a_hook_wants_tried_is_done_only_if_it_wins(program, asked, rate, w
 def test_what_can_never_be_tried_is_an_error(action):
   cfg = tiny_config({"orchestrator.mode": "act", "orchestrator.check_interval": 5})
   with pytest.raises(ValueError, match="cannot be compared"):
-    Requests(cfg).add(Request(action, "comparison"), step=0)
+    Requests(cfg, Teller(None, None)).add(hooks.Try(action), step=0)
 
 
 @pytest.mark.thorough

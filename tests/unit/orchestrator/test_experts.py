@@ -8,7 +8,7 @@ from helpers import random_rows
 
 from ats_jax.orchestrator.actions import RecycleExpert
 from ats_jax.orchestrator.actions.expert_view import find_layer, view_experts
-from ats_jax.orchestrator.constants import SPAN_LOOKS, STARVED_LOOKS
+from ats_jax.orchestrator.constants import EXPERT_LOOKS, SPAN_LOOKS
 from ats_jax.orchestrator.record import ledger
 from ats_jax.orchestrator.signals.experts import OpenExperts, moe_layers
 
@@ -42,12 +42,12 @@ def test_a_dead_expert_is_recycled_and_learns(mesh, tmp_path):
   program, rows = canonical.program(CFG), lambda step: random_rows(CFG, 8, seed=step)
   run = Run(program, tmp_path / "decisions.jsonl", probe=rows(99))
   starve(run.state)
-  run(4 * STARVED_LOOKS, rows)
+  run(4 * EXPERT_LOOKS, rows)
   programs = program.train_step._cache_size()
   run(4 * 8, rows)
   ((step, decision),) = run.end()
   assert decision.action == RecycleExpert(LAYER, DEAD) and decision.cause == "router"
-  assert step == 4 * (STARVED_LOOKS + 1 + SPAN_LOOKS)
+  assert step == 4 * (EXPERT_LOOKS + 1 + SPAN_LOOKS)
   assert view_experts(CFG, run.state, LAYER).twin[DEAD] >= 0
   assert program.train_step._cache_size() == programs
   assert run.metrics.layers["moe/load"][0, DEAD] > 0.05

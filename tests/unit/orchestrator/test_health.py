@@ -1,17 +1,14 @@
-"""The health report and the clock behind its words on speed."""
+"""The health report and the clock beside it."""
 
 import math
 
 import pytest
-from readings import reading
 
-from ats_jax.metrics.clock import ASIDE, COMPARED_INTERVALS, Clock
+from ats_jax.metrics.clock import ASIDE, Clock
 from ats_jax.orchestrator.policy.decide import Finding
 from ats_jax.orchestrator.record.teller import Teller
 from ats_jax.orchestrator.signals.health import (
-  REMEMBERED_LOOKS,
   Health,
-  far_probe,
   grown_logits,
   health_of,
 )
@@ -58,42 +55,17 @@ class Loop:
       self.spent["wall"] += value
 
 
-def test_a_slow_loader_is_told_from_slow_steps():
+def test_waiting_for_data_is_told_from_steps():
   loop = Loop()
   clock = Clock(loop)
-  for _ in range(COMPARED_INTERVALS):
-    loop.add(step=9.5, data_wait=0.5, eval=30.0)
-    lap = clock.lap(10)
-    assert "host/slower" not in lap
+  loop.add(step=9.5, data_wait=0.5, eval=30.0)
+  lap = clock.lap(10)
   assert lap["host/step_secs"] == pytest.approx(1.0)
   assert lap["host/data_wait_share"] == pytest.approx(0.05)
-  loop.add(step=9.5, data_wait=90.5)
-  slow = clock.lap(10)
-  assert slow["host/data_wait_share"] == pytest.approx(0.905)
-  assert slow["host/slower"] == pytest.approx(0.0)
-  health = health_of({}, 0, None, [slow] * REMEMBERED_LOOKS)
-  assert health.level == "critical" and len(health.causes) == 1
-  loop.add(step=28.5)
-  slow = clock.lap(10)
-  assert slow["host/data_wait_share"] == 0.0 and slow["host/slower"] == pytest.approx(2.0)
-  assert "steps take longer" in health_of({}, 0, None, [slow] * REMEMBERED_LOOKS).causes[0]
 
 
 def test_without_totals_there_is_nothing_to_say():
   assert Clock(None).lap(10) == {}
-
-
-def level(*shares):
-  return health_of({}, 0, None, [{"host/data_wait_share": share} for share in shares]).level
-
-
-def test_waiting_for_data_is_a_matter_only_if_it_lasts():
-  assert level(0.9) == level(0.0, 0.0, 0.9, 0.0, 0.9, 0.9 / 2) == "healthy"
-  assert level(0.3, 0.0, 0.3, 0.3, 0.3, 0.3) == "warning"  # five of six
-  assert level(0.0, 0.0, 0.9, 0.9) == "warning"  # by far, twice in a row
-  assert level(0.3, 0.3, 0.9, 0.3, 0.9, 0.9) == "warning"
-  assert level(0.3, 0.9, 0.9, 0.9, 0.9, 0.9) == "critical"
-  assert health_of({}, 0, None, [{}] * REMEMBERED_LOOKS).level == "healthy"  # nobody keeps the time
 
 
 def test_the_log_has_what_changes(caplog):
@@ -118,24 +90,10 @@ def test_the_log_has_what_changes(caplog):
 
 
 @pytest.mark.parametrize(
-  ("loss", "probe", "far"),
-  [
-    (2.8, 4.93, True), (4.93, 2.8, True), (2.8, 3.7, False), (9.0, 10.5, False),
-    (2.0, math.nan, False), (math.nan, 2.0, False),
-  ],
-)  # fmt: skip
-def test_held_out_text_of_another_kind_is_said(loss, probe, far):
-  causes = far_probe(reading(0, loss=loss, probe=probe))
-  assert [cause.level for cause in causes] == [1] * far
-  if far:
-    assert "of another kind" in causes[0].says and "4.93" in causes[0].says
-
-
-@pytest.mark.parametrize(
   ("logits", "level", "says"),
   [
     ((20.0, 210.0), "warning", "largest attention logit 210 in layer 1, 3x since step 40 "),
-    ((2000.0, 210.0), "critical", "largest attention logit 2e+03 in layer 0, 2e+02x since"),
+    ((2000.0, 210.0), "warning", "largest attention logit 2e+03 in layer 0, 2e+02x since"),
     ((20.0, 130.0), "healthy", ""),  # it began at 70
     ((40.0, 70.0), "healthy", ""),  # grown, but small
     ((math.nan, -math.inf), "healthy", ""),

@@ -1,10 +1,9 @@
-"""The story of what was left out or shrunk: steps, tokens, rows, and whether it comes again."""
+"""The story of what was left out or shrunk: steps, tokens, rows."""
 
 import numpy as np
 
 from ats_jax.orchestrator.record.influence import (
   bounded_steps,
-  recurring_batches,
   scale_changes,
   tell_bounded,
   tell_scale,
@@ -42,15 +41,6 @@ def test_the_last_row_is_where_the_loop_was():
   """A batch size that changed, an epoch that began elsewhere: only the end counts."""
   found = line(20, LEFT_OUT, row=1000, batch_size=4)
   assert tell_bounded(found).endswith("rows 996-999")
-
-
-def test_what_comes_again_and_again_is_said_with_what_to_do():
-  often = [line(step, LEFT_OUT) for step in range(100, 1000, 100)]
-  assert recurring_batches(often) == []
-  (says,) = recurring_batches([*often, line(1050, SHRUNK)])
-  assert "10 surprising batches in steps 100 to 1,050" in says and "rows: 792-799" in says
-  assert "data stats" in says
-  assert recurring_batches([*often, line(1100, SHRUNK)]) == []  # not in 1,000 steps
 
 
 def test_what_becomes_of_the_scale_of_the_loss():

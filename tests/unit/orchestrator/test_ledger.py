@@ -70,7 +70,7 @@ WHOLE = (
   {"kind": "decision", "step": INTERVAL, "id": 1, "cause": "learning rate",
    "reason": "too fast", "applied": True, **DEED},
   {"kind": "comparison", "step": 2 * INTERVAL, "first": 5, "proposal": PROPOSAL.to_json(),
-   "waiting": ENDED, "scores": [None, ENDED], "made": 30},
+   "waiting": ENDED, "scores": ["not made", ENDED], "made": 30},
   {"kind": "given_up", "step": 2 * INTERVAL, "first": 5, "reason": "other rules"},
   {"kind": "refused", "step": 2 * INTERVAL, "reason": "no slot"},
 )  # fmt: skip

@@ -1,7 +1,6 @@
 """What the policy concludes from each kind of reading, what it does, and when it keeps still."""
 
 import dataclasses
-import itertools
 import json
 import math
 
@@ -37,13 +36,13 @@ from ats_jax.orchestrator.actions import (
 from ats_jax.orchestrator.constants import (
   BROKEN_STOP,
   CALM_LOOKS,
+  EXPERT_LOOKS,
   FAST_TURNOVER,
   FIRST_TURNOVERS,
   LEAST_SCALE,
   MOST_REST_LOOKS,
   REST_LOOKS,
   SPAN_LOOKS,
-  STARVED_LOOKS,
   USUAL_TURNOVER,
 )
 from ats_jax.orchestrator.policy.decide import BROKEN_ADVICE, Compared
@@ -65,8 +64,8 @@ def looks():
 
 
 def ended(proposal, *losses, waiting=3.0):
-  """A comparison in which arms ended at these held-out losses; None = the same as waiting."""
-  score = lambda loss: None if loss is None else Score({"": loss}, (loss,) * 4, loss)
+  """A comparison in which arms ended at these held-out losses; None = it was not made."""
+  score = lambda loss: "not made" if loss is None else Score({"": loss}, (loss,) * 4, loss)
   return Compared(proposal, score(waiting), tuple(map(score, losses)), made=40)
 
 
@@ -86,20 +85,48 @@ def ended(proposal, *losses, waiting=3.0):
     ({"held_steps": 25, "applied": 1.3e-3}, None, []),
   ],
 )
-def test_each_fault_has_its_cause_and_its_action(looks, fault, cause, actions):
+def test_each_fault_has_its_cause_and_its_action(fault, cause, actions):
+  looks = looks_of(compares=False)
   judgement = looks(**fault)
   assert (judgement.finding and judgement.finding.cause) == cause
   assert looks.actions == actions and judgement.proposal is None
 
 
-def test_steps_from_before_an_action_are_not_held_against_it(looks):
+@pytest.mark.parametrize("fault", [NAN_STATE, BAD_STATE, UNEQUAL_COPIES])
+def test_damage_is_mended_by_the_same_steps_again(looks, fault):
+  proposal = looks(**fault).proposal
+  assert proposal.at_once == (fault is NAN_STATE) and not looks.actions
+  assert [arm.actions for arm in proposal.arms] == [(Repeat(),), (Rollback(),)]
+  waiting = math.nan if proposal.at_once else 2.0
+  (decision,) = looks.compared(ended(proposal, 2.004, 2.1, waiting=waiting)).decisions
+  assert (decision.action, decision.cause) == (Repeat(), "state")
+
+
+def test_damage_that_does_less_harm_than_going_back_stays(looks):
+  looks.compared(ended(looks(**UNEQUAL_COPIES).proposal, None, 2.1, waiting=2.0))
+  for _ in range(REST_LOOKS - 1):
+    judgement = looks(**UNEQUAL_COPIES)
+    assert judgement.finding is not None and judgement.proposal is None
+  assert looks(**UNEQUAL_COPIES).proposal is not None and not looks.actions
+
+
+def test_what_breaks_again_after_it_went_back_is_not_compared(looks):
+  judgement = looks.compared(ended(looks(**NAN_STATE).proposal, math.nan, 2.0, waiting=math.nan))
+  assert [d.action for d in judgement.decisions] == [Rollback()] and looks().stale
+  slower = SetLearningRateScale(0.5, 1.0)
+  assert [d.action for d in looks(**NAN_STATE).decisions] == [Rollback(), slower]
+
+
+def test_steps_from_before_an_action_are_not_held_against_it():
+  looks = looks_of(compares=False)
   looks(**NAN_STATE)
   judgement = looks(**NAN_STATE)
   assert judgement.stale and not judgement.decisions
   assert looks().finding is None
 
 
-def test_the_ladder_rolls_back_then_slows_then_goes_further_back_then_stops(looks):
+def test_the_ladder_rolls_back_then_slows_then_goes_further_back_then_stops():
+  looks = looks_of(compares=False)
   for _ in range(4):
     looks(**NAN_STATE)
     if Stop() not in looks.actions:
@@ -123,16 +150,16 @@ def test_a_gradient_that_stays_broken_ends_the_run(looks):
   assert looks.actions == [Stop(BROKEN_ADVICE)]
 
 
-def test_a_lower_rate_is_given_back_by_and_by(looks):
+def test_a_lower_rate_is_given_back():
+  looks = looks_of(compares=False)
   looks(**NAN_STATE), looks(), looks(**NAN_STATE)
   looks(30)
   scales = [a.scale for a in looks.actions if isinstance(a, SetLearningRateScale)]
-  assert scales[0] == 0.5 and scales == sorted(scales) and scales[-1] == 1.0
-  assert all(b / a <= 1.1 + 1e-9 for a, b in itertools.pairwise(scales))
+  assert scales == [0.5, 1.0]
 
 
 def test_without_a_probe_only_what_is_certain_is_mended():
-  looks = Looks()
+  looks = Looks(compares=False)
   looks(10, probe=None)
   looks(**(BAD_STATE | {"probe": None}))
   assert not looks.actions and not looks.proposals
@@ -235,6 +262,26 @@ def test_a_declared_rise_of_the_rate_may_cost_some_loss(looks):
   assert looks(learning_rate=1e-2, applied=1e-2, probe=2.6).proposal is not None
 
 
+def test_a_declared_rise_that_turns_the_weights_over_is_compared(looks):
+  judgement = looks(learning_rate=1e-2, applied=1e-2, probe=2.5, **turning(0.08))
+  slower = SetLearningRateScale(pytest.approx(USUAL_TURNOVER / 0.08), 1.0)
+  arms = [arm.actions for arm in judgement.proposal.arms]
+  assert arms == [(slower,), (Rollback(), slower)] and "rate rose" in judgement.finding.reason
+  looks.compared(ended(judgement.proposal, 2.4, 2.1, waiting=2.6))
+  looks(20, learning_rate=1e-2, applied=1e-3)
+  assert looks.policy.lr_scale == looks.policy.lr_wanted == pytest.approx(0.1)  # it stays
+
+
+def test_a_machine_that_computes_wrongly_is_given_another_try(looks):
+  looks.compared(ended(looks(**WORSE).proposal, 2.9))  # elsewhere, and still wrong
+  for _ in range(REST_LOOKS - 1):
+    judgement = looks()  # better by itself, which is not as well as it could be
+    assert judgement.finding.certain and not judgement.good and judgement.proposal is None
+  (decision,) = looks.compared(ended(looks().proposal, 1.99, 2.1, waiting=2.0)).decisions
+  assert (decision.action, decision.cause) == (Repeat(), "state")
+  assert looks().stale and looks().good
+
+
 def test_noise_of_the_probe_widens_its_margin():
   for noise, is_well in ((0.0, False), (0.1, True)):
     looks = Looks()
@@ -296,8 +343,11 @@ def test_usual_first_steps_are_not_made_again():
 
 def test_steps_from_a_rollback_on_are_not_made_again_from_the_start():
   looks = Looks()
-  looks(2, **turning(0.5)), looks(**NAN_STATE), looks(20, **turning(0.5))
-  assert not looks.proposals
+  looks(2, **turning(0.5))
+  proposal = looks(**NAN_STATE).proposal
+  looks.compared(ended(proposal, None, 2.0, waiting=math.nan))
+  looks(20, **turning(0.5))
+  assert looks.proposals == [proposal]
 
 
 RAISING = OrchestratorConfig(mode="act", check_interval=INTERVAL, raise_learning_rate=True)
@@ -318,14 +368,14 @@ def test_a_higher_rate_waits_for_calm_looks_at_the_top_of_the_schedule():
 def test_where_the_rate_was_cut_none_is_raised():
   looks = Looks(RAISING)
   looks.policy = looks.policy._replace(control={"lr_scale": 0.9})
-  looks(4)
+  looks(CALM_LOOKS)
   assert not looks.proposals
 
 
 def test_a_dead_expert_is_recycled_unless_that_does_harm():
   for loss, wins in ((2.001, True), (2.1, False)):
     looks = Looks()
-    looks(STARVED_LOOKS - 1, starved=((3, 1),))
+    looks(EXPERT_LOOKS - 1, starved=((3, 1),))
     assert not looks.proposals
     proposal = looks(starved=((3, 1),)).proposal
     judgement = looks.compared(ended(proposal, loss, waiting=2.0))

@@ -21,22 +21,24 @@ from ats_jax.orchestrator.actions import (
   Stop,
 )
 from ats_jax.orchestrator.actions.expert_view import view_experts
+from ats_jax.orchestrator.policy.decide import Terms
 from ats_jax.orchestrator.policy.requests import Requests
 from ats_jax.orchestrator.policy.state import PolicyState, Request
 from ats_jax.orchestrator.record import ledger
 from ats_jax.orchestrator.record.narrate import tell
+from ats_jax.orchestrator.record.teller import Teller
 from ats_jax.orchestrator.supervisor import Supervisor
 from ats_jax.step.program import make_program
 
 
 def test_the_queue_survives_a_checkpoint():
   cfg = tiny_config({"orchestrator.mode": "act", "orchestrator.check_interval": 10})
-  queue = Requests(cfg)
+  queue = Requests(cfg, Teller(None, None))
   for action in (SetWeightDecay(2.0), ChangeSettings((("num_steps", 30),))):
-    queue.add(Request(action), 5)
-    queue.add(Request(action), 5)  # two looks at one step
+    queue.add(action, 5)
+    queue.add(action, 5)  # two looks at one step
   assert len(queue.waiting) == 2
-  again = Requests(cfg, json.loads(json.dumps(queue.to_json())))
+  again = Requests(cfg, Teller(None, None), json.loads(json.dumps(queue.to_json())))
   assert again.waiting == queue.waiting
 
 
@@ -50,7 +52,7 @@ def test_the_queue_survives_a_checkpoint():
 )
 def test_what_can_never_be_done_ends_the_run_at_once(action, message):
   with pytest.raises(ValueError, match=message):
-    Requests(tiny_config()).add(Request(action), 5)
+    Requests(tiny_config(), Teller(None, None)).add(action, 5)
 
 
 # ---- on the real step
@@ -156,8 +158,8 @@ def test_an_expert_is_added_at_a_checkpoint_released_and_taken_back(mesh, tmp_pa
 def test_adding_an_expert_is_exact(mesh):
   run = Run(None)(2)
   before = run.probe_loss()
-  ready = Requests(CFG, [Request(AddExpert(LAYER)).to_json()]).ready(
-    PolicyState(), run.state, 2, pause=True
+  ready = Requests(CFG, Teller(None, None), [Request(AddExpert(LAYER)).to_json()]).ready(
+    Terms.of(CFG), PolicyState(), run.state, 2, pause=True
   )
   run.state = ready.request.action.apply(run.state, CFG)
   assert abs(run.probe_loss() - before) < 1e-5

@@ -173,7 +173,7 @@ def test_a_schedule_thirty_times_too_high_is_held_and_reported(program, tmp_path
   recorded = ledger.read_lines(run.path)
   checks = [row for row in recorded if row["kind"] == "check"]
   assert set(causes(checks)) <= {"unclear"}
-  assert any("is held" in cause for row in checks for cause in row["health"]["causes"])
+  assert any("is limited" in cause for row in checks for cause in row["health"]["causes"])
   shrunk = [step for row in recorded if row["kind"] == "bounded" for step in row["shrunk"]]
   assert shrunk == list(range(FAULT_STEP + 1, FAULT_STEP + steps + 1))
 

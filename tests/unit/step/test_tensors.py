@@ -37,3 +37,12 @@ def test_a_factor_reaches_its_tensor_alone(params):
   run = jax.jit(lambda p, f: (tensors.squares(p), tensors.squares(tensors.scaled(p, f))))
   before, after = run(params, factor_T)
   np.testing.assert_allclose(after, np.asarray(before) * factor_T**2, rtol=1e-6)
+
+
+def test_random_sums_tell_how_far_a_tensor_moved(params):
+  sums = jax.jit(lambda p: tensors.projections(p, 64))
+  further = jax.tree.map(lambda x: 1.01 * x + 1e-4, params)
+  found = np.sqrt(np.mean(np.square(sums(further) - sums(params)), axis=0))
+  moved = jax.tree.map(lambda a, b: a - b, further, params)
+  want = np.sqrt(jax.jit(tensors.squares)(moved))
+  assert np.all((found > 0.6 * want) & (found < 1.7 * want))

@@ -173,7 +173,7 @@ def test_patience_needs_what_keeps_the_best(config):
 def test_8_bits_are_tried_without_and_stay_off_if_that_wins(
   config, tmp_path, asked, monkeypatch, wins
 ):
-  monkeypatch.setattr(triggers, "HOOK_GAIN", -100.0 if wins else 100.0)
+  monkeypatch.setattr(triggers, "HARMLESS", -100.0 if wins else 100.0)
   compiled = compiled_steps(monkeypatch)
   asked |= {8: hooks.Try(FullPrecision())}
   cfg = config(num_steps=24, model__num_layers=3, precision__fp8=True)

@@ -1,0 +1,55 @@
+"""How far each tensor moved between two looks, against what is usual for it.
+
+A tensor is not kept: a few random sums of it are, whose differences tell how far it moved.
+"""
+
+from collections import deque
+
+import jax
+import numpy as np
+
+from ats_jax.metrics.host_copy import start_copy
+from ats_jax.model.decoder import Decoder
+from ats_jax.model.param import trainable
+from ats_jax.orchestrator.constants import CHANGE_LOOKS, HISTORY
+from ats_jax.step import tensors
+
+SUMS = 16  # of each tensor; a change is known to about a fifth then
+
+
+class Changes:
+  """Follows the tensors of a run from look to look."""
+
+  def __init__(self):
+    """Nothing is usual yet."""
+    self._last: np.ndarray | None = None
+    self._usual = deque[np.ndarray](maxlen=HISTORY)
+    self._project = jax.jit(lambda model: tensors.projections(trainable(model), SUMS))
+
+  def begin(self, model: Decoder) -> jax.Array:
+    """Begin to measure; what comes of it is on its way to the host."""
+    sums = self._project(model)
+    start_copy(sums)
+    return sums
+
+  def forget(self) -> None:
+    """Something else than steps moved the tensors: the next change says nothing."""
+    self._last = None
+
+  def times_usual(self, sums: jax.Array) -> np.ndarray:
+    """Of each tensor, its change over its usual one, beside what moved all alike, as the rate does.
+
+    Waits for what `begin` gave. Zeros while nothing is usual, and of what usually stays.
+    """
+    now, last = np.asarray(sums, np.float64), self._last
+    self._last = now
+    times = np.zeros(now.shape[1])
+    if last is None:
+      return times
+    moved = np.sqrt(np.mean(np.square(now - last), axis=0))
+    if len(self._usual) >= CHANGE_LOOKS:
+      usual = np.median(self._usual, axis=0)
+      np.divide(moved, usual, out=times, where=usual > 0.0)
+      times /= max(float(np.median(times[usual > 0.0])), 1.0) if (usual > 0.0).any() else 1.0
+    self._usual.append(moved)
+    return times

@@ -1,0 +1,47 @@
+"""Which tensor moved farther than it usually does, between two looks."""
+
+import canonical
+import jax.numpy as jnp
+import numpy as np
+from fed import Run, computed_wrongly
+
+from ats_jax.orchestrator.constants import CHANGE_LOOKS, CHANGE_TIMES
+from ats_jax.orchestrator.signals.changes import SUMS, Changes
+from ats_jax.orchestrator.signals.health import moved
+
+EVERY = 8
+
+
+def walking(changes, rng, steps, looks):
+  """Looks at tensors that move by `steps` in random directions; the last answer."""
+  for _ in range(looks):
+    changes.at = changes.at + rng.normal(size=(SUMS, 4)) * steps
+    found = changes.times_usual(jnp.asarray(changes.at))
+  return found
+
+
+def test_a_tensor_is_compared_with_its_own_past_and_with_the_others():
+  changes, rng, usual = Changes(), np.random.default_rng(0), np.array([1.0, 1e-3, 0.0, 0.1])
+  changes.at = np.zeros((SUMS, 4))
+  assert not walking(changes, rng, usual, CHANGE_LOOKS + 1).any()  # nothing is usual yet
+  found = walking(changes, rng, usual, 2)
+  assert (found[:2] < 2.0).all() and found[2] == 0.0
+  found = walking(changes, rng, usual * [1.0, 20.0, 1.0, 1.0], 1)
+  assert found[1] > CHANGE_TIMES > found[0]
+  (cause,) = moved(found.tolist(), ["embed", "head", "frozen", "norm"])
+  assert cause.says.startswith("head moved ")
+  assert (walking(changes, rng, 20.0 * usual, 1) < CHANGE_TIMES).all()  # the rate rose
+  changes.forget()
+  assert not walking(changes, rng, 1e6 * usual, 1).any()
+
+
+def test_it_is_a_cause_of_health_with_the_tensors_name(mesh, tmp_path):
+  cfg = canonical.config("dense", canonical.SUPERVISED | {"optimizer.warmup_steps": 8})
+  run = Run(canonical.program(cfg), tmp_path / "decisions.jsonl", cfg=cfg, loop=None)
+  run(EVERY * 12)
+  one = lambda state: computed_wrongly(state, "final_norm", 1.2)
+  run(1, happen=one)(EVERY * 2 - 1)
+  run.end()
+  (row,) = (r for r in run.lines("check") if "change of a tensor" in r["health"]["names"])
+  assert any("final_norm/scale moved" in cause for cause in row["health"]["causes"])
+  assert row["reading"]["looked"]["orchestrator/tensor_change"] > CHANGE_TIMES
