@@ -31,6 +31,7 @@ from ats_jax.store.paths import Path
 
 if TYPE_CHECKING:  # imported by runs on conversations
   from ats_jax.data.chat.conversation import Message
+  from ats_jax.inference.engine.engine import Engine
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +78,14 @@ class TrainedRun:
 
     ids = prompt_of(self.tokenizer, messages)
     return generate(self.model, self.tokenizer, cfg, rules=rules, prompt=ids, seed=seed)
+
+  def engine(self, rows: int) -> "Engine":
+    """What continues many texts at once, or the same again and again.
+
+    Args:
+      rows: texts at once at most.
+    """
+    raise NotImplementedError
 
 
 def fit_devices(cfg: Config, num_devices: int) -> Config:
