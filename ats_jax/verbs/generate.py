@@ -27,15 +27,13 @@ from ats_jax.verbs import cli
 from ats_jax.verbs.drawing import DrawingFlags
 from ats_jax.verbs.prompts import Prompt, answers, read_prompts
 
+ROWS = 64  # texts at once at most
 FLAGS = flags.FlagValues()
 _DRAWING = DrawingFlags(FLAGS)
 _PROMPT = flags.DEFINE_string("prompt", None, "Text to continue.", flag_values=FLAGS)
 _PROMPTS = flags.DEFINE_string("prompts", None, "File of texts to continue.", flag_values=FLAGS)
 _OUT = flags.DEFINE_string(
   "out", None, "With --prompts: file for the answers, in place of the terminal.", flag_values=FLAGS
-)
-_ROWS = flags.DEFINE_integer(
-  "rows", 64, "With --prompts: texts at once at most.", 1, 4096, flag_values=FLAGS
 )
 _CHAT = flags.DEFINE_boolean(
   "chat", False, "The prompt is what a user says; print the answer alone.", flag_values=FLAGS
@@ -94,7 +92,7 @@ def _answer_all(run: TrainedRun, given: dict[str, Any], prompts: list[Prompt], o
   if _CHAT.value:
     prompts = [p.asked(_system()) for p in prompts]
   requests = [Request(p.ids(run.tokenizer), sampling) for p in prompts]
-  engine = run.engine(rows=min(_ROWS.value, len(requests)))
+  engine = run.engine(rows=min(ROWS, len(requests)))
   for row in answers(engine, prompts, requests):
     print(json.dumps(row, ensure_ascii=False), file=out, flush=True)
 
