@@ -40,7 +40,7 @@ class DrawingFlags:
       number("min_p", "Keep those at least p times as likely as the likeliest.", 0.0, 1.0),
       number("repetition_penalty", "Above 1 = against what came before.", 0.1, 10.0),
       number("presence_penalty", "Above 0 = against what was drawn.", -2.0, 2.0),
-      number("frequency_penalty", "The same, each time it was drawn.", -2.0, 2.0),
+      number("frequency_penalty", "Above 0 = against tokens by how often they came.", -2.0, 2.0),
       flags.DEFINE_string(
         "stop", None, "Comma-separated texts that end the generation.", flag_values=flag_values
       ),
