@@ -89,7 +89,7 @@ def row_matmul(
   block_out: tl.constexpr,
   block_in: tl.constexpr,
 ):
-  """y [rows, d_out] = x [rows, d_in] times w [d_out, d_in] transposed, added in float32."""
+  """Y [rows, d_out] = x [rows, d_in] times w [d_out, d_in] transposed, added in float32."""
   outputs, row = tl.program_id(0) * block_out + tl.arange(0, block_out), tl.program_id(1)
   inside = outputs < d_out
   added = tl.zeros([block_out, block_in], tl.float32)

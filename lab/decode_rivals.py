@@ -65,7 +65,9 @@ def main(argv: list[str]) -> None:
   rate = _ROWS.value * (_TOKENS.value - 1) / (whole - begin)
   versions = {"torch": torch.__version__, "transformers": transformers.__version__}
   facts = {"rows": _ROWS.value, "compile": _COMPILE.value, "prompt": _PROMPT.value}
-  print(json.dumps(facts | {"tokens_per_sec": round(rate, 1), "first_secs": round(first, 1)} | versions))
+  print(
+    json.dumps(facts | {"tokens_per_sec": round(rate, 1), "first_secs": round(first, 1)} | versions)
+  )
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from ats_jax.config.tree import updated
 from ats_jax.data.tokens.tokenizer import ByteTokenizer
 from ats_jax.inference.engine.engine import Engine
 from ats_jax.inference.engine.request import Request, Sampling
-from ats_jax.inference.engine.runner import ModelRunner, Size
+from ats_jax.inference.engine.runner import ModelRunner, Size, served
 from ats_jax.metrics.profiler import kernel_table, kernel_times
 from ats_jax.sharding.mesh import make_mesh, on_mesh
 from ats_jax.step.program import make_program, new_base
@@ -116,7 +116,9 @@ def main(argv: list[str]) -> None:
       context, max(number for number, *_ in cases.values()), page=_PAGE.value, chunk=_CHUNK.value
     )
     model = jax.jit(lambda key: new_base(cfg, program.num, key))(jax.random.key(0))
-    runner = ModelRunner(model, program, ByteTokenizer(), program.rules(1), size)
+    runner = ModelRunner(
+      served(model, program), program, ByteTokenizer(), program.rules(1), size
+    )  # fmt: skip
     del model
     for name, (number, length, drawn) in cases.items():
       engine = Engine(runner, ByteTokenizer(), share=False)

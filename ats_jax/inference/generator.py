@@ -41,12 +41,13 @@ def generate(
       (`ChatTokenizer.prompt`).
     seed: seed of the draws.
   """
-  ids = _prompt_ids(tokenizer, prompt)
+  ids = prompt_ids(tokenizer, prompt)
   tokens = generate_tokens(model, tokenizer, cfg, rules=rules, prompt=ids, seed=seed)
   return until_stop(stream_text(tokens, tokenizer, ids), cfg.stop)
 
 
-def _prompt_ids(tokenizer: Tokenizer, prompt: str | Sequence[int]) -> list[int]:
+def prompt_ids(tokenizer: Tokenizer, prompt: str | Sequence[int]) -> list[int]:
+  """The tokens of a prompt, bos first."""
   if not isinstance(prompt, str):
     return list(prompt)
   return [tokenizer.of_text.bos_id, *tokenizer.encode(prompt)]
@@ -64,7 +65,7 @@ def generate_tokens(
   """Yield the ids that continue `prompt`, up to and without the one that ends them."""
   if not model.predicts:
     raise ValueError("generate: this model rates texts and writes none. `evaluate` takes it.")
-  ids = _prompt_ids(tokenizer, prompt)
+  ids = prompt_ids(tokenizer, prompt)
   # Lengths are rounded up so that prompts of similar length share a compiled program.
   padded = max(16, 1 << (len(ids) - 1).bit_length())
   length = -(-(padded + cfg.max_tokens) // 64) * 64

@@ -21,7 +21,7 @@ from ats_jax.config.schema.setting import Table
 from ats_jax.data.tokens.file import load_tokenizer
 from ats_jax.data.tokens.tokenizer import Tokenizer
 from ats_jax.extensions import losses
-from ats_jax.inference.generator import generate
+from ats_jax.inference.generator import generate, prompt_ids
 from ats_jax.model.decoder import Decoder
 from ats_jax.model.layout import stacks
 from ats_jax.ops.requirements import this_device, with_compute_dtype
@@ -31,6 +31,7 @@ from ats_jax.store.paths import Path
 
 if TYPE_CHECKING:  # imported by runs on conversations
   from ats_jax.data.chat.conversation import Message
+  from ats_jax.inference.engine.engine import Engine
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +51,7 @@ class TrainedRun:
   tokenizer: Tokenizer
   program: Program
   extra: Mapping[str, Any]
+  _packed: list[Any] = dataclasses.field(default_factory=list, repr=False)
 
   def sampling(self, **given: Any) -> SampleConfig:
     """How the run samples (`sample.*` of its config), with what is given in its place.
@@ -62,8 +64,8 @@ class TrainedRun:
 
   def generate(self, seed: int, **given: Any) -> Iterator[str]:
     """The continuation of the prompt, piece by piece; `given` as of `sampling`."""
-    cfg, rules = self.sampling(**given), self.program.rules(self.step)
-    return generate(self.model, self.tokenizer, cfg, rules=rules, prompt=cfg.prompt, seed=seed)
+    cfg = self.sampling(**given)
+    return self._continue(prompt_ids(self.tokenizer, cfg.prompt), seed, cfg)
 
   def answer(self, seed: int, messages: "Sequence[Message]", **given: Any) -> Iterator[str]:
     """What follows turns of a conversation, piece by piece; `given` as of `sampling`.
@@ -72,11 +74,54 @@ class TrainedRun:
       ValueError: if the run was not trained on conversations, or its template has no place for a
         turn.
     """
-    cfg, rules = self.sampling(**given), self.program.rules(self.step)
     from ats_jax.data.chat.tokenizer import prompt_of  # here: few runs are on conversations
 
-    ids = prompt_of(self.tokenizer, messages)
-    return generate(self.model, self.tokenizer, cfg, rules=rules, prompt=ids, seed=seed)
+    return self._continue(prompt_of(self.tokenizer, messages), seed, self.sampling(**given))
+
+  def engine(self, rows: int, context: int = 0) -> "Engine":
+    """What continues many texts at once, or one after the other.
+
+    The weights are packed for it, so that `model` is of no use afterwards.
+
+    Args:
+      rows: texts at once at most.
+      context: tokens of a prompt and its answer; 0 = the length of the training's rows, and
+        `sample.max_tokens` behind it.
+
+    Raises:
+      ValueError: if the run was loaded on several devices, or its model writes no text.
+    """
+    # Here: a training that draws a sample at its end needs none of it.
+    from ats_jax.inference.engine.engine import Engine
+    from ats_jax.inference.engine.runner import ModelRunner, Size, served
+
+    if jax.sharding.get_mesh().size > 1:
+      raise ValueError(
+        f"the engine runs on one device, and this run was loaded on {jax.sharding.get_mesh().size}. "
+        "Use load_run(..., devices=1)."
+      )
+    cfg, rules = self.program.cfg, self.program.rules(self.step)
+    size = Size(context or cfg.data.seq_len + cfg.sample.max_tokens, rows)
+    if not self._packed:
+      self._packed.append(served(self.model, self.program))
+    runner = ModelRunner(self._packed[0], self.program, self.tokenizer, rules, size)
+    return Engine(runner, self.tokenizer, share=not runner.skips)
+
+  def _continue(self, ids: "Sequence[int]", seed: int, cfg: SampleConfig) -> Iterator[str]:
+    """What follows tokens, piece by piece: by the engine, where one device has the model."""
+    if jax.sharding.get_mesh().size > 1:
+      rules = self.program.rules(self.step)
+      yield from generate(self.model, self.tokenizer, cfg, rules=rules, prompt=ids, seed=seed)
+      return
+    from ats_jax.inference.engine.request import Request, Sampling
+
+    engine = self.engine(1, len(ids) + cfg.max_tokens)
+    engine.submit(Request(ids, Sampling.of(cfg, seed)))
+    for event in engine.events():
+      if event.message:
+        raise ValueError(event.message)
+      if event.text:
+        yield event.text
 
 
 def fit_devices(cfg: Config, num_devices: int) -> Config:
@@ -144,7 +189,9 @@ def settings_of(checkpoints: Path, step: int | str, run: RunIdentity) -> dict[st
 
 
 @contextlib.contextmanager
-def load_run(folder: Path, step: str = "latest", compute_dtype: str = "") -> Iterator[TrainedRun]:
+def load_run(
+  folder: Path, step: str = "latest", compute_dtype: str = "", devices: int = 0
+) -> Iterator[TrainedRun]:
   """Restore the weights of a run; its mesh is set inside the context.
 
   Args:
@@ -152,6 +199,7 @@ def load_run(folder: Path, step: str = "latest", compute_dtype: str = "") -> Ite
     step: a step, "latest" or "best".
     compute_dtype: in place of that of the training, as `precision.compute_dtype`, without 8 bits;
       "" = as it was trained.
+    devices: how many to use; 0 = all.
 
   Raises:
     ValueError: if there is no run, no such checkpoint, none that is intact, or one of another run.
@@ -161,7 +209,7 @@ def load_run(folder: Path, step: str = "latest", compute_dtype: str = "") -> Ite
   changes = settings_of(folder / workdir.CHECKPOINTS, chosen, workdir.load_identity(folder))
   with contextlib.ExitStack() as stack:
     while True:
-      run = _restored(folder, chosen, changes, compute_dtype, stack)
+      run = _restored(folder, chosen, changes, compute_dtype, devices, stack)
       made_with = run.extra.get(CHANGES, {})
       if made_with == changes:
         break
@@ -176,6 +224,7 @@ def _restored(
   step: int | str,
   changes: Mapping[str, Any],
   compute_dtype: str,
+  devices: int,
   stack: contextlib.ExitStack,
 ) -> TrainedRun:
   """The run with the settings that `changes` makes of its own; its mesh is left set in `stack`."""
@@ -191,8 +240,9 @@ def _restored(
     ))  # fmt: skip
   stack.enter_context(runtime.configured(cfg))
   cfg = resolve(with_compute_dtype(cfg, this_device()), tokenizer.vocab_size)
-  cfg = fit_devices(cfg, jax.device_count())
-  mesh = make_mesh(cfg)
+  used = jax.devices()[: devices or None]
+  cfg = fit_devices(cfg, len(used))
+  mesh = make_mesh(cfg, used)
   stack.enter_context(on_mesh(cfg, mesh))
   loss = cfg.step.loss.name  # that of an extension is not loaded
   program = make_program(cfg, losses.find(loss)(cfg) if loss in losses else None)

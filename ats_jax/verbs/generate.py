@@ -1,55 +1,45 @@
 """Continue a text with a trained run, streaming to the terminal.
 
   ats-jax generate --workdir=runs/debug --prompt='def main('
-  ats-jax generate --workdir=runs/debug --step=best --temperature=0 --max_tokens=100
+  ats-jax generate --workdir=runs/debug --step=best --temperature=0 --max_tokens=100 --prompt=import
   ats-jax generate --workdir=runs/chat --chat --prompt='What is a row?' --system='Be brief.'
+  ats-jax generate --workdir=runs/debug --prompts=prompts.jsonl --out=answers.jsonl
 
-With --chat the prompt is a user's turn, written as in training, and the answer ends by itself. What
-is not given is that of the run's own config (`sample.*`).
+With --chat the prompt is a user's turn, written as in training, and the answer ends by itself.
+--prompts names a file of many: a text a line, or a .jsonl with "prompt" or "messages"; the answers
+are JSON lines in the same order. How it draws, where nothing is given, is as the run's own config
+says (`sample.*`).
 """
+
+import contextlib
+import functools
+import json
+import sys
+from typing import Any, TextIO
 
 from absl import flags
 
-from ats_jax.config.schema import MAX_SEED
-from ats_jax.config.text import parse
 from ats_jax.data.chat.conversation import Message
-from ats_jax.inference.load import load_run
+from ats_jax.inference.engine.request import Request, Sampling
+from ats_jax.inference.load import TrainedRun, load_run
 from ats_jax.store import paths
 from ats_jax.verbs import cli
+from ats_jax.verbs.drawing import DrawingFlags
+from ats_jax.verbs.prompts import Prompt, answers, read_prompts
 
+ROWS = 64  # texts at once at most
 FLAGS = flags.FlagValues()
-_WORKDIR = cli.define_workdir_flag(FLAGS)
-_STEP = cli.define_step_flag(FLAGS)
-_COMPUTE_DTYPE = cli.define_compute_dtype_flag(FLAGS)
-_SAMPLING = (
-  flags.DEFINE_string("prompt", None, "Text to continue.", flag_values=FLAGS),
-  flags.DEFINE_integer("max_tokens", None, "Tokens at most.", lower_bound=1, flag_values=FLAGS),
-  flags.DEFINE_float(
-    "temperature", None, "0 = the likeliest token.", lower_bound=0, flag_values=FLAGS
-  ),
-  flags.DEFINE_integer(
-    "top_k", None, "Keep the k likeliest tokens; 0 = all.", lower_bound=0, flag_values=FLAGS
-  ),
-  flags.DEFINE_float(
-    "top_p", None, "Keep the likeliest that sum to p.", 0.0, 1.0, flag_values=FLAGS
-  ),
-  flags.DEFINE_string(
-    "stop", None, "Comma-separated texts that end the generation.", flag_values=FLAGS
-  ),
+_DRAWING = DrawingFlags(FLAGS)
+_PROMPT = flags.DEFINE_string("prompt", None, "Text to continue.", flag_values=FLAGS)
+_PROMPTS = flags.DEFINE_string("prompts", None, "File of texts to continue.", flag_values=FLAGS)
+_OUT = flags.DEFINE_string(
+  "out", None, "With --prompts: file for the answers, in place of the terminal.", flag_values=FLAGS
 )
 _CHAT = flags.DEFINE_boolean(
   "chat", False, "The prompt is what a user says; print the answer alone.", flag_values=FLAGS
 )
 _SYSTEM = flags.DEFINE_string(
   "system", "", "With --chat: what the system says before.", flag_values=FLAGS
-)
-_SEED = flags.DEFINE_integer(
-  "seed",
-  0,
-  "Of the draws: the same seed gives the same text.",
-  0,
-  MAX_SEED,
-  flag_values=FLAGS,
 )
 
 
@@ -58,23 +48,54 @@ def main(argv: list[str]) -> None:
   del argv
   if _SYSTEM.value and not _CHAT.value:
     raise ValueError("--system is a turn of a conversation: it needs --chat.")
-  folder = paths.parse(cli.require(_WORKDIR.value, "workdir", "runs/debug"))
-  given = {
-    flag.name: parse(f"sample.{flag.name}", flag.value, {})
-    for flag in _SAMPLING
-    if flag.value is not None
-  }
-  with load_run(folder, _STEP.value, _COMPUTE_DTYPE.value) as run:
-    prompt = run.sampling(**given).prompt
-    if _CHAT.value:
-      system = [Message("system", _SYSTEM.value)] if _SYSTEM.value else []
-      pieces = run.answer(_SEED.value, [*system, Message("user", prompt)], **given)
+  if _PROMPTS.value is None and _OUT.value is not None:
+    raise ValueError("--out is for the answers to many prompts: it needs --prompts.")
+  if _PROMPTS.value is not None and _PROMPT.value is not None:
+    raise ValueError("--prompt and --prompts both say what to continue. Use one of them.")
+  folder = paths.parse(cli.require(_DRAWING.workdir.value, "workdir", "runs/debug"))
+  given = _DRAWING.given()
+  with contextlib.ExitStack() as stack:
+    if _PROMPTS.value is None:
+      answer, devices = _print_one, 0
     else:
-      print(prompt, end="", flush=True)
-      pieces = run.generate(_SEED.value, **given)
-    for piece in pieces:
-      print(piece, end="", flush=True)
-    print(flush=True)
+      prompts = read_prompts(paths.parse(_PROMPTS.value))
+      out = stack.enter_context(open(_OUT.value, "w", encoding="utf-8")) if _OUT.value else None
+      answer, devices = functools.partial(_answer_all, prompts=prompts, out=out or sys.stdout), 1
+    loading = load_run(folder, _DRAWING.step.value, _DRAWING.compute_dtype.value, devices)
+    run = stack.enter_context(loading)
+    answer(run, given)
+
+
+def _system() -> list[Message]:
+  return [Message("system", _SYSTEM.value)] if _SYSTEM.value else []
+
+
+def _print_one(run: TrainedRun, given: dict[str, Any]) -> None:
+  given = given | ({} if _PROMPT.value is None else {"prompt": _PROMPT.value})
+  prompt = run.sampling(**given).prompt
+  if _PROMPT.value is None:  # that of the run is for the sample at its end
+    raise ValueError(
+      "there is no prompt. Give --prompt='some text' (--prompt= is the beginning of a document) or "
+      "--prompts=FILE; `ats-jax chat` is a dialogue."
+    )
+  if _CHAT.value:
+    pieces = run.answer(_DRAWING.seed.value, [*_system(), Message("user", prompt)], **given)
+  else:
+    print(prompt, end="", flush=True)
+    pieces = run.generate(_DRAWING.seed.value, **given)
+  for piece in pieces:
+    print(piece, end="", flush=True)
+  print(flush=True)
+
+
+def _answer_all(run: TrainedRun, given: dict[str, Any], prompts: list[Prompt], out: TextIO) -> None:
+  sampling = Sampling.of(run.sampling(**given), _DRAWING.seed.value)
+  if _CHAT.value:
+    prompts = [p.asked(_system()) for p in prompts]
+  requests = [Request(p.ids(run.tokenizer), sampling) for p in prompts]
+  engine = run.engine(rows=min(ROWS, len(requests)))
+  for row in answers(engine, prompts, requests):
+    print(json.dumps(row, ensure_ascii=False), file=out, flush=True)
 
 
 COMMANDS = {"": cli.Command(main, FLAGS, __doc__)}

@@ -288,6 +288,18 @@ WRONG = {
   "generate --workdir={ok} --temperature=-1": "--temperature=-1",
   "generate --workdir={ok} --temperature=inf": "--temperature=inf is not a finite number",
   "generate --workdir={ok} --top_p=2": "--top_p=2",
+  "generate --workdir={ok} --min_p=2": "--min_p=2",
+  "generate --workdir={ok}": "there is no prompt",
+  "generate --workdir={ok} --prompt=a --prompts=b": "--prompt and --prompts both say",
+  "generate --workdir={ok} --prompt=a --out=b": "--out is for the answers to many prompts",
+  "generate --workdir={ok} --prompts={in}/no.txt": "{in}/no.txt: No such file",
+  "generate --workdir={ok} --prompts={in}/empty.txt": "{in}/empty.txt holds no prompt",
+  "generate --workdir={ok} --prompts={in}/latin.txt": "{in}/latin.txt:1: not UTF-8 at byte 7",
+  "generate --workdir={ok} --prompts={in}/mixed/lines.jsonl": (
+    "{in}/mixed/lines.jsonl:1: expected a JSON object with either"
+  ),
+  "chat": "--workdir is missing",
+  "chat --workdir={ok}": "this run was not trained on conversations",
   # The byte ff, as Python shows it.
   "generate --workdir={ok} --prompt=ab\udcff": "sample.prompt is not UTF-8 at character 2",
   "generate --workdir={ok} --step=7": ("no checkpoint 7 in {ok}/checkpoints; there are [", "40]"),

@@ -35,6 +35,27 @@ class SampleConfig:
     resume="free",
     needs=_DRAWN,
   )
+  min_p: float = setting(
+    0.0,
+    "keep tokens at least p times as likely as the likeliest; 0 = all",
+    low=0.0,
+    high=1.0,
+    resume="free",
+    needs=_DRAWN,
+  )
+  repetition_penalty: float = setting(
+    1.0,
+    "divides positive logits of tokens of prompt and answer, multiplies negative ones; 1 = none",
+    low=0.1,
+    high=10.0,
+    resume="free",
+  )
+  presence_penalty: float = setting(
+    0.0, "taken off the logits of tokens of the answer", low=-2.0, high=2.0, resume="free"
+  )
+  frequency_penalty: float = setting(
+    0.0, "the same, each time that a token came", low=-2.0, high=2.0, resume="free"
+  )
   stop: tuple[str, ...] = setting((), "texts that end generation", resume="free")
 
   def check(self, cfg: Any) -> None:

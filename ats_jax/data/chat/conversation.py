@@ -108,6 +108,19 @@ def read_conversation(record: Mapping[str, Any]) -> Conversation:
   return Conversation(tuple(messages), tools or None)
 
 
+def read_question(turns: Any) -> tuple[Message, ...]:
+  """Turns that a model is to answer, in the forms that `read_conversation` knows.
+
+  Raises:
+    MalformedError: if they are none.
+  """
+  if not isinstance(turns, list):
+    raise MalformedError("turns not a list", f"messages are {_kind(turns)}, not a list of turns")
+  if not turns:
+    raise MalformedError("no turns", "messages hold no turn")
+  return tuple(_message(turn, number) for number, turn in enumerate(turns, 1))
+
+
 def check_meaning(record: Mapping[str, Any]) -> None:
   """Refuse a record of which a part that is not read changes what the rest means."""
   for name in _MEDIA:

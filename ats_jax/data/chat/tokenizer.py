@@ -219,7 +219,7 @@ def prompt_of(tokenizer: Tokenizer, turns: Sequence[Message]) -> list[int]:
   if not isinstance(tokenizer, ChatTokenizer):
     raise ValueError(
       "this run was not trained on conversations (data.format is not chat), so it knows no turns. "
-      "Continue a text instead: without --chat."
+      "Continue a text instead: `ats-jax generate` without --chat."
     )
   return tokenizer.prompt(Conversation(tuple(turns)))
 

@@ -121,7 +121,10 @@ class LatentPages:
     """Attend to the latents of a row's slots, those of the new tokens among them."""
 
     def local(q, turned, latent, rotated, latents, rotateds, table, index):
-      latents, rotateds = write(latents, latent, table, index), write(rotateds, rotated, table, index)
+      latents, rotateds = (
+        write(latents, latent, table, index),
+        write(rotateds, rotated, table, index),
+      )
       of_rows = read(latents, table), read(rotateds, table)
       return attend_to_latents(q, turned, *of_rows, index, scale), latents, rotateds
 

@@ -3,7 +3,9 @@
 import dataclasses
 import enum
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
+
+from ats_jax.config.schema import SampleConfig
 
 MAX_SEED = 2**32 - 1  # as that of a run
 MOST_LIKELIEST = 20  # tokens whose probabilities may be asked for at each place
@@ -67,6 +69,12 @@ class Sampling:
   seed: int = 0
   logprobs: int = 0
   ignore_end: bool = False
+
+  @classmethod
+  def of(cls, cfg: SampleConfig, seed: int) -> Self:
+    """What the settings `sample.*` say."""
+    names = {field.name for field in dataclasses.fields(cls)} & vars(cfg).keys()
+    return cls(seed=seed, **{name: getattr(cfg, name) for name in names})
 
   def __post_init__(self):
     """Refuse values that mean nothing."""

@@ -4,7 +4,6 @@ Letters: B rows of a call, R rows of the engine, T tokens, W pages of a row, V v
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -69,31 +68,43 @@ class Size:
   pages: int = 0
 
 
+def served(decoder: Decoder, program: Program) -> Served:
+  """Pack the weights of a decoder, whose arrays are gone afterwards."""
+  if program.cfg.finetune.is_on:
+    from ats_jax.model.adapters import merged
+
+    decoder = merged(decoder)
+  kernels, choices = choose_generation(program.cfg, program.device, program.num.kernels)
+  for choice in choices:
+    logging.info("%s", choice)
+  return Served(decoder, kernels)
+
+
 class ModelRunner:
-  """Runs the steps of a scheduler with a model (`schedule.Runner`). Call it under the mesh."""
+  """Runs the steps of a scheduler with a model (`schedule.Runner`). Call it under the mesh.
+
+  Attributes:
+    skips: whether layers skip tokens, so that what one text keeps is of no use to another.
+  """
 
   def __init__(
     self,
-    decoder: Decoder,
+    model: Served,
     program: Program,
     tokenizer: Tokenizer,
     rules: Pass,
     size: Size,
   ):
-    """Pack the weights, whose arrays are taken out of `decoder`, and make empty pages."""
-    self._rules, cfg = rules, program.cfg
-    kernels, choices = choose_generation(cfg, program.device, program.num.kernels)
-    for choice in choices:
-      logging.info("%s", choice)
-    self._kernels = kernels
-    model = Served(decoder, kernels)
-    self._layers = model.layers
+    """Make empty pages."""
+    cfg, kernels = program.cfg, model.kernels
+    self._layers, self._kernels = model.layers, kernels
+    self.skips = any(layer.depth is not None for layer in model.layers)
     self.page_size, self.max_rows, self.chunk = size.page, size.rows, size.chunk
     self.max_pages_per_row = -(-size.context // size.page)
     self._slots = tuple(
       slots_of(layer, self.max_pages_per_row * size.page, rules) for layer in self._layers
     )
-    dtype = decoder.num.compute_dtype
+    dtype = program.num.compute_dtype
     self._widths = widths_of(cfg.model)
     each = len(self._layers) * size.page * dtype.itemsize
     each *= sum(math.prod(sizes.values()) for sizes in self._widths)
@@ -149,7 +160,9 @@ class ModelRunner:
 
   def read(self, handle: list[tuple[list[int], Drawn]]) -> Tokens:
     """Wait for a step."""
-    wide = max((d.likeliest_BN.shape[1] for _, d in handle if d.likeliest_BN is not None), default=0)
+    wide = max(
+      (d.likeliest_BN.shape[1] for _, d in handle if d.likeliest_BN is not None), default=0
+    )
     tokens = Tokens(
       np.zeros(self.max_rows, np.int32),
       np.zeros(self.max_rows, np.float32),
@@ -172,7 +185,7 @@ class ModelRunner:
     if self._state.counts_RV is not None:
       counts = self._counted(chunk)
     # Tokens of a layer that skips some are at other slots than their positions.
-    whole = chunk.first and chunk.start == 0 and not any(t is not None for t in self._state.taken)
+    whole = chunk.first and chunk.start == 0 and not self.skips
     settings, which = self._of([chunk.request])
     self._state, drawn = self._chunk_program(
       self._weights, self._state, ids, index, self._table([chunk.pages], len(chunk.pages)),

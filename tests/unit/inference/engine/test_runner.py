@@ -8,12 +8,10 @@ import numpy as np
 import pytest
 from helpers import EVALUATION, pack
 
-from ats_jax.config.schema import SampleConfig
 from ats_jax.data.tokens.tokenizer import ByteTokenizer
-from ats_jax.inference import generator
 from ats_jax.inference.engine.engine import Engine
 from ats_jax.inference.engine.request import Finished, Request, Sampling
-from ats_jax.inference.engine.runner import ModelRunner, Size
+from ats_jax.inference.engine.runner import ModelRunner, Size, served
 
 TOKENIZER = ByteTokenizer()
 LOUD = {"model.vocab_size": 384, "model.init_std": 0.3}  # logits differ, and depend on the context
@@ -35,9 +33,8 @@ def ids_of(text):
 
 
 def engine_of(cfg, size=SIZE, **options):
-  runner = ModelRunner(
-    canonical.model(cfg), canonical.program(cfg), TOKENIZER, RULES, size
-  )  # fmt: skip
+  program = canonical.program(cfg)
+  runner = ModelRunner(served(canonical.model(cfg), program), program, TOKENIZER, RULES, size)
   return Engine(runner, TOKENIZER, **options)
 
 
@@ -55,9 +52,9 @@ def greedy(cfg, prompt, drawn):
   ids = [*prompt, *drawn]
   tokens = np.zeros((1, SIZE.context), np.int32)
   tokens[0, : len(ids)] = ids
-  logits = np.asarray(
-    forward(canonical.model(cfg), tokens, *pack([[len(ids)]], SIZE.context))
-  )[0, len(prompt) - 1 : len(ids) - 1]
+  logits = np.asarray(forward(canonical.model(cfg), tokens, *pack([[len(ids)]], SIZE.context)))[
+    0, len(prompt) - 1 : len(ids) - 1
+  ]
   ok = np.array([*range(256), TOKENIZER.eos_id])
   return ok[np.argmax(logits[:, ok], axis=-1)].tolist()
 

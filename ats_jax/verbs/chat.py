@@ -1,0 +1,138 @@
+"""Talk with a trained run in the terminal.
+
+  ats-jax chat --workdir=runs/chat
+  ats-jax chat --workdir=runs/chat --system='Be brief.' --temperature=0
+
+Turns are written as in training. Ctrl-C stops an answer, Ctrl-D or /quit ends. /reset forgets what
+was said, /system TEXT says what the system says before it. What is not given is that of the run's
+own config (`sample.*`).
+"""
+
+import contextlib
+import dataclasses
+import io
+import sys
+from collections.abc import Callable, Generator
+
+from absl import flags
+
+from ats_jax.data.chat.conversation import Message, utf8
+from ats_jax.data.chat.tokenizer import prompt_of
+from ats_jax.data.tokens.tokenizer import Tokenizer
+from ats_jax.inference.engine.engine import Engine
+from ats_jax.inference.engine.request import Finished, Request, Sampling
+from ats_jax.inference.load import load_run
+from ats_jax.store import paths
+from ats_jax.verbs import cli
+from ats_jax.verbs.drawing import DrawingFlags
+
+FLAGS = flags.FlagValues()
+_DRAWING = DrawingFlags(FLAGS)
+_SYSTEM = flags.DEFINE_string(
+  "system", "", "What the system says before the first turn.", flag_values=FLAGS
+)
+
+
+@dataclasses.dataclass
+class Dialogue:
+  """Turns so far, and what answers them.
+
+  Attributes:
+    engine: what answers.
+    tokenizer: of the model.
+    sampling: how answers are drawn.
+    system: what the system says before all; "" = nothing.
+    turns: those of user and assistant.
+  """
+
+  engine: Engine
+  tokenizer: Tokenizer
+  sampling: Sampling
+  system: str = ""
+  turns: list[Message] = dataclasses.field(default_factory=list)
+
+  def say(self, text: str) -> Generator[str]:
+    """The answer to a user's turn, piece by piece.
+
+    Who stops to listen ends the answer; what came of it is the assistant's turn.
+
+    Raises:
+      ValueError: if the turn cannot be answered; it is as if it had not been said.
+    """
+    before = [Message("system", self.system)] if self.system else []
+    turns = [*self.turns, Message("user", utf8(text, "the turn"))]
+    request = Request(prompt_of(self.tokenizer, [*before, *turns]), self.sampling)
+    number, answer = self.engine.submit(request), ""
+    try:
+      for event in self.engine.events():
+        if event.id != number:  # what is left of an answer that was stopped
+          continue
+        if event.finished is Finished.REFUSED:
+          raise ValueError(f"{event.message} (/reset forgets what was said.)")
+        answer += event.text
+        if event.text:
+          yield event.text
+    finally:
+      self.engine.cancel(number)
+      if answer:
+        self.turns = [*turns, Message("assistant", answer)]
+
+
+def talk(dialogue: Dialogue, read: Callable[[], str]) -> None:
+  """Answer what is said until there is no more.
+
+  Args:
+    dialogue: what was said before.
+    read: gives a line; raises EOFError if there is none.
+  """
+  while True:
+    try:
+      line = read().strip()
+      command, _, rest = line.partition(" ")
+      if command == "/quit":
+        return
+      if command.startswith("/"):
+        _obey(dialogue, command, rest.strip())
+      elif line:
+        _answer(dialogue, line)
+    except EOFError:
+      print(flush=True)
+      return
+    except KeyboardInterrupt:
+      print(flush=True)
+    except ValueError as error:
+      print(f"error: {error}", file=sys.stderr, flush=True)
+
+
+def _obey(dialogue: Dialogue, command: str, rest: str) -> None:
+  """Do what begins with a slash."""
+  if command == "/reset" and not rest:
+    dialogue.turns = []
+  elif command == "/system":
+    dialogue.system = utf8(rest, "the turn")
+  else:
+    raise ValueError(f"no command {command!r}: there are /reset, /system TEXT and /quit.")
+
+
+def _answer(dialogue: Dialogue, text: str) -> None:
+  with contextlib.closing(dialogue.say(text)) as pieces:
+    for piece in pieces:
+      print(piece, end="", flush=True)
+  print(flush=True)
+
+
+def main(argv: list[str]) -> None:
+  """Load the run, and talk."""
+  del argv
+  folder = paths.parse(cli.require(_DRAWING.workdir.value, "workdir", "runs/chat"))
+  with load_run(folder, _DRAWING.step.value, _DRAWING.compute_dtype.value, devices=1) as run:
+    sampling = Sampling.of(run.sampling(**_DRAWING.given()), _DRAWING.seed.value)
+    prompt_of(run.tokenizer, [Message("user", "")])  # before the engine compiles anything
+    if isinstance(sys.stdin, io.TextIOWrapper):
+      sys.stdin.reconfigure(errors="surrogateescape")  # what is not UTF-8 is refused by line
+    prompt = "> " if sys.stdin.isatty() else ""
+    dialogue = Dialogue(run.engine(rows=1), run.tokenizer, sampling, _SYSTEM.value)
+    talk(dialogue, lambda: input(prompt))
+
+
+COMMANDS = {"": cli.Command(main, FLAGS, __doc__)}
