@@ -1,4 +1,4 @@
-"""Kernels of generation: attention of one token a row to keys in pages, and few rows times a matrix.
+"""Kernels of generation: attention of a token a row to keys in pages, few rows times a matrix.
 
 Both read each number of a large array once and do little with it, so the memory sets their speed.
 """

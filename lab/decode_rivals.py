@@ -58,16 +58,16 @@ def main(argv: list[str]) -> None:
 
   began = time.perf_counter()
   for _ in range(2):  # the first ones compile
-    seconds(_TOKENS.value), seconds(1)
+    seconds(_TOKENS.value)
+    seconds(1)
   first = time.perf_counter() - began
   whole = statistics.median(seconds(_TOKENS.value) for _ in range(3))
   begin = statistics.median(seconds(1) for _ in range(3))
   rate = _ROWS.value * (_TOKENS.value - 1) / (whole - begin)
   versions = {"torch": torch.__version__, "transformers": transformers.__version__}
   facts = {"rows": _ROWS.value, "compile": _COMPILE.value, "prompt": _PROMPT.value}
-  print(
-    json.dumps(facts | {"tokens_per_sec": round(rate, 1), "first_secs": round(first, 1)} | versions)
-  )
+  facts |= {"tokens_per_sec": round(rate, 1), "first_secs": round(first, 1)}
+  print(json.dumps(facts | versions))
 
 
 if __name__ == "__main__":

@@ -85,9 +85,9 @@ def generate_tokens(
 
   key = jax.random.key(seed)
   # The padding's keys sit in slots that are overwritten before a later token sees them.
-  prompt_ids = np.full(padded, tokenizer.eos_id, np.int32)
-  prompt_ids[: len(ids)] = ids
-  token, cache = step(model, cache, prompt_ids, np.arange(padded), len(ids) - 1, key, allowed)
+  filled = np.full(padded, tokenizer.eos_id, np.int32)
+  filled[: len(ids)] = ids
+  token, cache = step(model, cache, filled, np.arange(padded), len(ids) - 1, key, allowed)
   for position in range(len(ids), len(ids) + cfg.max_tokens):
     token_id = int(token)
     if token_id in ends:

@@ -95,9 +95,9 @@ class TrainedRun:
     from ats_jax.inference.engine.engine import Engine
     from ats_jax.inference.engine.runner import ModelRunner, Size, served
 
-    if jax.sharding.get_mesh().size > 1:
+    if (devices := jax.sharding.get_mesh().size) > 1:
       raise ValueError(
-        f"the engine runs on one device, and this run was loaded on {jax.sharding.get_mesh().size}. "
+        f"the engine runs on one device, and this run was loaded on {devices}. "
         "Use load_run(..., devices=1)."
       )
     cfg, rules = self.program.cfg, self.program.rules(self.step)

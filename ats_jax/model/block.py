@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ats_jax.config.schema import Config, ModelConfig
-from ats_jax.model.attention import Attended, Attention, RopeTable
+from ats_jax.model.attention import Attention, RopeTable
 from ats_jax.model.forward_pass import Pass
 from ats_jax.model.layer_kinds import LayerKind
 from ats_jax.model.layers import MLP, RMSNorm
@@ -24,7 +24,6 @@ from ats_jax.ops.rope import Scaling, rope_table
 from ats_jax.sharding.apply import draw_own_rows, reshard
 
 if TYPE_CHECKING:
-  from ats_jax.model.latent_attention import LatentCache
   from ats_jax.model.mod import DepthRouter
 
 
@@ -76,12 +75,12 @@ class LayerCache(NamedTuple):
   """The state of one layer during generation.
 
   Attributes:
-    kv: keys and values, or the latents that they are computed from. With `mod.scope=block`, a layer
+    kv: keys and values (`Attended`), or the latents that they are computed from. With `mod.scope=block`, a layer
       that skips tokens holds only those of the tokens that went through.
     taken_B: int32, how many places each row has used; None in a layer that skips no token.
   """
 
-  kv: "Attended | LatentCache"
+  kv: Any
   taken_B: jax.Array | None
 
 

@@ -52,7 +52,6 @@ def test_attention_of_one_token_to_pages(options, interpreter, monkeypatch):
 def test_few_rows_times_a_matrix(rows, interpreter, monkeypatch):
   monkeypatch.setattr(decode_slots, "call", interpreter(block_out=16, block_in=32))
   x, w = drawn(0, rows, 72), drawn(1, 40, 72)
-  np.testing.assert_allclose(
-    jax.jit(decode_slots.row_matmul, static_argnums=2)(x, w, x.dtype), x @ w.T, rtol=1e-5, atol=1e-5
-  )
+  got = jax.jit(decode_slots.row_matmul, static_argnums=2)(x, w, x.dtype)
+  np.testing.assert_allclose(got, x @ w.T, rtol=1e-5, atol=1e-5)
   np.testing.assert_allclose(row_matmul(x, w), x @ w.T, rtol=1e-5, atol=1e-5)

@@ -121,20 +121,18 @@ class LatentPages:
     """Attend to the latents of a row's slots, those of the new tokens among them."""
 
     def local(q, turned, latent, rotated, latents, rotateds, table, index):
-      latents, rotateds = (
-        write(latents, latent, table, index),
-        write(rotateds, rotated, table, index),
-      )
+      latents = write(latents, latent, table, index)
+      rotateds = write(rotateds, rotated, table, index)
       of_rows = read(latents, table), read(rotateds, table)
       return attend_to_latents(q, turned, *of_rows, index, scale), latents, rotateds
 
     token, pages = ("batch", "seq", "latent"), (*PAGE_AXES, "latent")
-    y, *arrays = island(
+    y, latents, rotateds = island(
       local,
       in_axes=(Q_AXES, Q_AXES, token, token, pages, pages, TOKEN_AXES, TOKEN_AXES),
       out_axes=(Q_AXES, pages, pages),
     )(q_BTNC, turned_BTNR, latent_BTC, rotated_BTR, *self.arrays, self.view.table_BW, index_BT)
-    return y, LatentPages(*arrays, self.view, self.slots)
+    return y, dataclasses.replace(self, latent_GPC=latents, rotated_GPR=rotateds)
 
 
 def slots_of(block: Block, context: int, rules: Pass) -> int:
@@ -152,4 +150,5 @@ def widths_of(cfg: ModelConfig) -> tuple[dict[str, int], ...]:
 def pages_of(block: Block, arrays: Any, view: View, slots: int) -> Pages | LatentPages:
   """The pages of a layer, as it reads them."""
   kind = Pages if isinstance(block.attn, Attention) else LatentPages
-  return kind(*arrays, view, slots)
+  first, second = arrays
+  return kind(first, second, view, slots)

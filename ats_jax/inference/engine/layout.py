@@ -4,6 +4,7 @@ Letters: B rows, T tokens, V vocab, D d_model, F outputs.
 """
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -78,7 +79,8 @@ class Served(nnx.Module):
     for segment in decoder.segments:
       places = segment.layers
       for number in range(len(jax.tree.leaves(segment)[0])):
-        layers += [_packed(jax.tree.map(lambda x: x[number], b), dtype, kernels) for b in places]
+        apart = [jax.tree.map(operator.itemgetter(number), block) for block in places]
+        layers += [_packed(block, dtype, kernels) for block in apart]
       for leaf in jax.tree.leaves(segment):
         leaf.delete()
     self.layers = nnx.List(layers)
@@ -115,7 +117,7 @@ class Served(nnx.Module):
 
   def logits(self, x_BD: jax.Array) -> jax.Array:
     """Scores [rows, vocab] in float32."""
-    local = lambda x, head: row_matmul(x, head, self.kernels, jnp.float32)
+    local = lambda x, head: row_matmul(x, head, self.kernels, jnp.dtype(jnp.float32))
     plain = (None, None)
     logits_BV = island(local, in_axes=(plain, plain), out_axes=plain)(x_BD, self.head[...])
     cap = self.decoder.cfg.logit_soft_cap

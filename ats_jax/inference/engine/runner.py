@@ -160,9 +160,8 @@ class ModelRunner:
 
   def read(self, handle: list[tuple[list[int], Drawn]]) -> Tokens:
     """Wait for a step."""
-    wide = max(
-      (d.likeliest_BN.shape[1] for _, d in handle if d.likeliest_BN is not None), default=0
-    )
+    asked = [d.likeliest_BN.shape[1] for _, d in handle if d.likeliest_BN is not None]
+    wide = max(asked, default=0)
     tokens = Tokens(
       np.zeros(self.max_rows, np.int32),
       np.zeros(self.max_rows, np.float32),

@@ -114,9 +114,8 @@ def draw(
     logits_BV -= get["presence_penalty"] * (drawn_BV > 0) + get["frequency_penalty"] * drawn_BV
   id_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
   if which.random:
-    id_B = jnp.where(
-      get["temperature"][:, 0] == 0, id_B, _random(logits_BV, settings, get, position_B, which)
-    )
+    drawn_B = _random(logits_BV, settings, get, position_B, which)
+    id_B = jnp.where(get["temperature"][:, 0] == 0, id_B, drawn_B)
   if not which.likeliest:
     return Drawn(id_B)
   logprobs_BV = jax.nn.log_softmax(logits_BV)
@@ -146,9 +145,8 @@ def _random(logits_BV, settings, get, position_B, which) -> jax.Array:
     logits_BV = jnp.where(logits_BV < floor_B1, -jnp.inf, logits_BV)
 
   def one(seed, position, logits_V):
-    key = jax.random.fold_in(
-      jax.random.key(jax.lax.bitcast_convert_type(seed, jnp.uint32)), position
-    )
+    key = jax.random.key(jax.lax.bitcast_convert_type(seed, jnp.uint32))
+    key = jax.random.fold_in(key, position)
     return jax.random.categorical(key, logits_V[None])[0].astype(jnp.int32)
 
   return jax.vmap(one)(seed_B, position_B, logits_BV)
