@@ -75,8 +75,8 @@ class LayerCache(NamedTuple):
   """The state of one layer during generation.
 
   Attributes:
-    kv: keys and values (`Attended`), or the latents that they are computed from. With `mod.scope=block`, a layer
-      that skips tokens holds only those of the tokens that went through.
+    kv: keys and values (`Attended`), or the latents that they are computed from. With
+      `mod.scope=block`, a layer that skips tokens holds only those of tokens that went through.
     taken_B: int32, how many places each row has used; None in a layer that skips no token.
   """
 

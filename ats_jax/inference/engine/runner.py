@@ -76,7 +76,7 @@ def served(decoder: Decoder, program: Program) -> Served:
     decoder = merged(decoder)
   kernels, choices = choose_generation(program.cfg, program.device, program.num.kernels)
   for choice in choices:
-    logging.info("%s", choice)
+    logging.debug("%s", choice)
   return Served(decoder, kernels)
 
 

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 from helpers import EVALUATION, pack
 
+from ats_jax.config.schema import SampleConfig
 from ats_jax.data.tokens.tokenizer import ByteTokenizer
+from ats_jax.inference import generator
 from ats_jax.inference.engine.engine import Engine
 from ats_jax.inference.engine.request import Finished, Request, Sampling
 from ats_jax.inference.engine.runner import ModelRunner, Size, served
@@ -59,7 +61,14 @@ def greedy(cfg, prompt, drawn):
   return ok[np.argmax(logits[:, ok], axis=-1)].tolist()
 
 
-@pytest.mark.parametrize("kind", canonical.KINDS)
+# The others share most of their code with these, and each takes half a minute.
+@pytest.mark.parametrize(
+  "kind",
+  [
+    kind if kind in ("window", "hybrid") else pytest.param(kind, marks=pytest.mark.thorough)
+    for kind in canonical.KINDS
+  ],
+)
 def test_texts_of_ragged_prompts_are_those_of_the_full_forward_pass(kind, mesh):
   cfg = canonical.config(kind, LOUD)
   sampling = Sampling(max_tokens=14, temperature=0.0, ignore_end=True)
@@ -69,3 +78,56 @@ def test_texts_of_ragged_prompts_are_those_of_the_full_forward_pass(kind, mesh):
     assert len(drawn) == 14
     assert drawn == greedy(cfg, request.prompt, drawn)
   assert len({token for drawn in found for token in drawn}) > 5
+
+
+def test_draws_of_a_seed_are_those_of_one_text_after_the_other(mesh):
+  cfg = canonical.config("dense", LOUD)
+  drawing = SampleConfig(max_tokens=12, temperature=1.3, top_k=40, top_p=0.9)
+  found = answers(
+    engine_of(cfg),
+    [Request(ids_of(text), Sampling.of(drawing, seed)) for seed, text in enumerate(PROMPTS)],
+  )
+  for seed, (text, drawn) in enumerate(zip(PROMPTS, found, strict=True)):
+    one = generator.generate_tokens(
+      canonical.model(cfg), TOKENIZER, drawing, rules=RULES, prompt=text, seed=seed
+    )
+    assert drawn == list(one)
+
+
+def test_a_shared_beginning_and_a_lost_row_change_no_text(mesh):
+  cfg = canonical.config("dense", LOUD)
+  asked = Sampling(
+    max_tokens=20, temperature=0.5, top_p=1.0, repetition_penalty=3.0, frequency_penalty=1.0,
+    ignore_end=True,
+  )  # fmt: skip
+  requests = [Request(ids_of("0123456789" * 2 + end), asked) for end in ("", "ab", "abcdefgh")]
+  alone = [answers(engine_of(cfg, share=False), [request])[0] for request in requests]
+  engine = engine_of(cfg)
+  assert answers(engine, requests) == alone
+  assert answers(engine, requests) == alone  # their beginnings are kept now
+  tight = dataclasses.replace(SIZE, pages=9)  # too few for three texts: some begin again
+  assert answers(engine_of(cfg, tight), requests) == alone
+  without = dataclasses.replace(asked, repetition_penalty=1.0, frequency_penalty=0.0)
+  plain = answers(engine_of(cfg), [Request(r.prompt, without) for r in requests])
+  assert plain != alone
+
+
+def test_the_likeliest_tokens_come_with_their_logarithms(mesh):
+  cfg = canonical.config("dense", LOUD)
+  asked = Sampling(max_tokens=3, temperature=0.0, logprobs=4, ignore_end=True)
+  engine = engine_of(cfg)
+  engine.submit(Request(ids_of("seven"), asked))
+  events = [event for event in engine.events() if event.ids]
+  drawn = [token for event in events for token in event.ids]
+  ids = [*ids_of("seven"), *drawn]
+  tokens = np.zeros((1, SIZE.context), np.int32)
+  tokens[0, : len(ids)] = ids
+  logits = np.array(forward(canonical.model(cfg), tokens, *pack([[len(ids)]], SIZE.context)))[0]
+  logits[:, [*range(256, TOKENIZER.eos_id), *range(TOKENIZER.eos_id + 1, 384)]] = -np.inf
+  for place, event in enumerate(events):
+    want = jax.nn.log_softmax(logits[len(ids) - len(drawn) - 1 + place])
+    (one,) = event.logprobs
+    assert one.likeliest[0][0] == event.ids[0] and len(one.likeliest) == 4
+    np.testing.assert_allclose(one.logprob, want[event.ids[0]], atol=1e-4)
+    for token, logprob in one.likeliest:
+      np.testing.assert_allclose(logprob, want[token], atol=1e-4)
