@@ -308,7 +308,7 @@ OPS: dict[str, Op] = {
         "triton",
         {"forward": decode_slots.row_matmul},
         default=(),
-        why="not measured",
+        why="0.84 to 0.95 of XLA's speed in one stream on an H200",
         obstacle=requirements.triton,
       ),
     ),
