@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import math
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +52,7 @@ class TrainedRun:
   tokenizer: Tokenizer
   program: Program
   extra: Mapping[str, Any]
+  # The packed model, and behind it the last runner with the engine that uses it.
   _packed: list[Any] = dataclasses.field(default_factory=list, repr=False)
 
   def sampling(self, **given: Any) -> SampleConfig:
@@ -85,8 +87,8 @@ class TrainedRun:
 
     Args:
       rows: texts at once at most.
-      context: tokens of a prompt and its answer; 0 = the length of the training's rows, and
-        `sample.max_tokens` behind it.
+      context: tokens of a prompt and its answer at least; never less than the length of the
+        training's rows, and `sample.max_tokens` behind it.
 
     Raises:
       ValueError: if the run was loaded on several devices, or its model writes no text.
@@ -101,11 +103,18 @@ class TrainedRun:
         "Use load_run(..., devices=1)."
       )
     cfg, rules = self.program.cfg, self.program.rules(self.step)
-    size = Size(context or cfg.data.seq_len + cfg.sample.max_tokens, rows)
+    size = Size(max(context, cfg.data.seq_len + cfg.sample.max_tokens), rows)
     if not self._packed:
+      if not self.model.predicts:
+        raise ValueError("this model rates texts and writes none. `evaluate` takes it.")
       self._packed.append(served(self.model, self.program))
-    runner = ModelRunner(self._packed[0], self.program, self.tokenizer, rules, size)
-    return Engine(runner, self.tokenizer, share=not runner.skips)
+    model, *made = self._packed
+    free = [runner for runner, used_by in made if used_by() is None and runner.holds(size)]
+    del self._packed[1:], made  # the pages of one fill the memory
+    runner = free[0] if free else ModelRunner(model, self.program, self.tokenizer, rules, size)
+    engine = Engine(runner, self.tokenizer, share=not runner.skips)
+    self._packed.append((runner, weakref.ref(engine)))
+    return engine
 
   def _continue(self, ids: "Sequence[int]", seed: int, cfg: SampleConfig) -> Iterator[str]:
     """What follows tokens, piece by piece: by the engine, where one device has the model."""

@@ -110,7 +110,8 @@ class ModelRunner:
     each *= sum(math.prod(sizes.values()) for sizes in self._widths)
     enough = size.rows * self.max_pages_per_row
     self.num_pages = size.pages or min(enough, _pages_that_fit(each))
-    self._state = self._empty(dtype, cfg.model.vocab_size)
+    self._dtype, self._vocab = dtype, cfg.model.vocab_size
+    self._state = self._empty()
     allowed = np.arange(cfg.model.vocab_size) < tokenizer.vocab_size
     allowed[list(tokenizer.special_ids)] = False
     allowed[list(tokenizer.end_ids)] = True
@@ -126,14 +127,13 @@ class ModelRunner:
       of_model.decode, donate_argnames="state", static_argnames="which"
     )
 
-  def _empty(self, dtype: jnp.dtype, vocab: int) -> State:
+  def _empty(self) -> State:
     zeros = lambda sizes: jnp.zeros(
       (self.num_pages, self.page_size, *sizes.values()),
-      dtype,
+      self._dtype,
       out_sharding=spec(*PAGE_AXES, *sizes),
     )
     rows = self.max_rows + 1
-    self._vocab = vocab
     return State(
       layers=tuple(tuple(zeros(w) for w in self._widths) for _ in self._layers),
       taken=tuple(
@@ -143,8 +143,15 @@ class ModelRunner:
       counts_RV=None,
     )
 
+  def holds(self, size: Size) -> bool:
+    """Whether there is room for as many texts as long as these."""
+    context = self.max_pages_per_row * self.page_size
+    return self.max_rows >= size.rows and context >= size.context
+
   def run(self, step: Step) -> list[tuple[list[int], Drawn]]:
     """Start a step; its handle has rows and what they drew, for each program that ran."""
+    if self._state.token_R.is_deleted():  # a Ctrl-C came between a program and its result
+      self._state = self._empty()
     requests = [of.request for of in (*step.chunks, *step.decode)]
     if self._state.counts_RV is None and any(penalises(r.sampling) for r in requests):
       counts = jnp.zeros((self.max_rows + 1, self._vocab), jnp.int32)
@@ -230,11 +237,10 @@ class ModelRunner:
 
   def _of(self, requests: Sequence[Request]) -> tuple[Settings, Draw]:
     """The settings of rows, on the device; those of the last call are kept."""
-    key = tuple(map(id, requests))
-    if self._settings is None or self._settings[0] != key:
-      asked = [request.sampling for request in requests]
+    asked = tuple(request.sampling for request in requests)
+    if self._settings is None or self._settings[0] != asked:
       settings = jax.tree.map(jnp.asarray, Settings.of(asked))
-      self._settings = key, settings, Draw.of(asked)
+      self._settings = asked, settings, Draw.of(asked)
     return self._settings[1:]
 
 

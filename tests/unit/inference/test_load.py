@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 import json
 import shutil
 
@@ -113,3 +114,17 @@ def test_a_checkpoint_is_used_with_the_settings_that_it_was_made_with(trained, m
 def base():
   """A config whose caches are where those of the user are."""
   return from_config_dict(base_config())
+
+
+def test_engines_of_a_run_do_not_share_what_they_keep(trained):
+  drawing = {"prompt": "seven", "max_tokens": 9, "temperature": 0.0}
+  with load_run(trained, devices=1) as run:
+    alone = "".join(run.generate(0, **drawing))
+    both = [run.generate(0, **drawing), run.generate(0, **drawing | {"prompt": "eight"})]
+    pieces = ["".join(of) for of in zip(*itertools.zip_longest(*both, fillvalue=""), strict=True)]
+    assert pieces[0] == alone == "".join(run.generate(0, **drawing))
+    assert "".join(run.generate(0, **drawing | {"prompt": "eight"})) == pieces[1]
+  with load_run(trained) as run:
+    if jax.device_count() > 1:
+      with pytest.raises(ValueError, match="runs on one device, and this run was loaded on"):
+        run.engine(1)
