@@ -4,7 +4,7 @@ They leave the process as it was: jax's settings, the environment, handlers of s
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, overload
 
 from ats_jax.cluster import job, runtime
 from ats_jax.config import Config
@@ -99,23 +99,44 @@ def evaluate(
     return evaluate_run(paths.parse(workdir), str(step), several)[1]
 
 
+@overload
 def generate(
   workdir: str, prompt: str, *, step: int | str = "latest", seed: int = 0, **sampling: Any
-) -> str:
-  """The prompt, continued by a trained run.
+) -> str: ...
+
+
+@overload
+def generate(
+  workdir: str, prompt: list[str], *, step: int | str = "latest", seed: int = 0, **sampling: Any
+) -> list[str]: ...
+
+
+def generate(
+  workdir: str,
+  prompt: str | list[str],
+  *,
+  step: int | str = "latest",
+  seed: int = 0,
+  **sampling: Any,
+) -> str | list[str]:
+  """The prompt, or each of several, continued by a trained run.
 
   Args:
     workdir: of the run.
-    prompt: text to continue.
+    prompt: text to continue; of several, all at once and on one device.
     step: a step, "latest" or "best".
     seed: of the draws: the same seed gives the same text.
-    **sampling: in place of the run's own: max_tokens, temperature, top_k, top_p, stop.
+    **sampling: in place of the run's own `sample.*`, by the names of these settings.
 
   Raises:
     ValueError: if there is no such run or checkpoint, or sampling is not allowed so.
   """
-  with cli.short_log(), load_run(paths.parse(workdir), str(step)) as run:
-    return prompt + "".join(run.generate(seed, prompt=prompt, **sampling))
+  devices = 0 if isinstance(prompt, str) else 1
+  with cli.short_log(), load_run(paths.parse(workdir), str(step), devices=devices) as run:
+    if isinstance(prompt, str):
+      return prompt + "".join(run.generate(seed, prompt=prompt, **sampling))
+    texts = run.continue_all(prompt, seed, **sampling)
+    return [begin + rest for begin, rest in zip(prompt, texts, strict=True)]
 
 
 def metrics(workdir: str) -> list[dict[str, Any]]:

@@ -35,6 +35,9 @@ if TYPE_CHECKING:  # imported by runs on conversations
   from ats_jax.inference.engine.engine import Engine
 
 
+ROWS = 64  # texts at once at most
+
+
 @dataclasses.dataclass(frozen=True)
 class TrainedRun:
   """A trained run that is loaded for evaluation and sampling; `load_run` makes one.
@@ -115,6 +118,25 @@ class TrainedRun:
     engine = Engine(runner, self.tokenizer, share=not runner.skips)
     self._packed.append((runner, weakref.ref(engine)))
     return engine
+
+  def continue_all(self, prompts: "Sequence[str]", seed: int, **given: Any) -> list[str]:
+    """What follows each of several texts, drawn side by side; `given` as of `sampling`.
+
+    Raises:
+      ValueError: as `engine`.
+    """
+    from ats_jax.inference.engine.request import Request, Sampling
+
+    cfg = self.sampling(**given)
+    known = [prompt_ids(self.tokenizer, prompt) for prompt in prompts]
+    longest = max(map(len, known), default=0)
+    engine = self.engine(max(1, min(ROWS, len(known))), longest + cfg.max_tokens)
+    texts = {engine.submit(Request(ids, Sampling.of(cfg, seed))): "" for ids in known}
+    for event in engine.events():
+      if event.message:
+        raise ValueError(event.message)
+      texts[event.id] += event.text
+    return list(texts.values())
 
   def _continue(self, ids: "Sequence[int]", seed: int, cfg: SampleConfig) -> Iterator[str]:
     """What follows tokens, piece by piece: by the engine, where one device has the model."""

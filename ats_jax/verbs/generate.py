@@ -21,13 +21,12 @@ from absl import flags
 
 from ats_jax.data.chat.conversation import Message
 from ats_jax.inference.engine.request import Request, Sampling
-from ats_jax.inference.load import TrainedRun, load_run
+from ats_jax.inference.load import ROWS, TrainedRun, load_run
 from ats_jax.store import paths
 from ats_jax.verbs import cli
 from ats_jax.verbs.drawing import DrawingFlags
 from ats_jax.verbs.prompts import Prompt, answers, read_prompts
 
-ROWS = 64  # texts at once at most
 FLAGS = flags.FlagValues()
 _DRAWING = DrawingFlags(FLAGS)
 _PROMPT = flags.DEFINE_string("prompt", None, "Text to continue.", flag_values=FLAGS)
