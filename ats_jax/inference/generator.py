@@ -78,10 +78,15 @@ def generate_tokens(
   ends = tokenizer.end_ids
   allowed[list(ends)] = True
   drawing = {"temperature": cfg.temperature, "top_k": cfg.top_k, "top_p": cfg.top_p}
+  drawing |= {"min_p": cfg.min_p}
+  penalties = (cfg.repetition_penalty, cfg.presence_penalty, cfg.frequency_penalty)
+  counts = None if penalties == (1.0, 0.0, 0.0) else np.zeros(model.cfg.vocab_size, np.int32)
+  if counts is not None:
+    counts[ids] = 1
 
   def step(*args: Any) -> tuple[jax.Array, Cache]:
     with whole_rows():  # not around the loop: a generator would leave it set for its caller
-      return _extend(*args, rules=rules, **drawing)
+      return _extend(*args, counts, penalties, rules=rules, **drawing)
 
   key = jax.random.key(seed)
   # The padding's keys sit in slots that are overwritten before a later token sees them.
@@ -93,13 +98,18 @@ def generate_tokens(
     if token_id in ends:
       return
     yield token_id
+    if counts is not None:
+      counts = counts.copy()  # the last program may still read it
+      counts[token_id] += 2
     if position + 1 < len(ids) + cfg.max_tokens:
       here = np.array([position])
       token, cache = step(model, cache, token[None], here, 0, key, allowed)
 
 
 @functools.partial(
-  jax.jit, donate_argnames="cache", static_argnames=("rules", "temperature", "top_k", "top_p")
+  jax.jit,
+  donate_argnames="cache",
+  static_argnames=("rules", "temperature", "top_k", "top_p", "min_p"),
 )
 def _extend(
   model: Decoder,
@@ -109,11 +119,14 @@ def _extend(
   last: jax.Array,
   key: jax.Array,
   allowed_V: jax.Array,
+  counts_V: jax.Array | None,
+  penalties: tuple[float, float, float],
   *,
   rules: Pass,
   temperature: float,
   top_k: int,
   top_p: float,
+  min_p: float,
 ) -> tuple[jax.Array, Cache]:
   """Run tokens at cache slots `index_T`, padding after `last`; draw the one that follows."""
   rows = num_shards("batch")
@@ -127,13 +140,40 @@ def _extend(
   x_B1D = jax.lax.dynamic_slice_in_dim(x_BTD, last, 1, axis=1)
   logits_V = reshard(model.logits(x_B1D), None, None, None)[0, 0]
   logits_V = jnp.where(allowed_V, logits_V, -jnp.inf)
+  if counts_V is not None:
+    logits_V = penalised(logits_V, counts_V, *penalties)
   draw = jax.random.fold_in(key, index_T[last])
-  token_B = sample(logits_V[None], draw, temperature=temperature, top_k=top_k, top_p=top_p)
+  narrow = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+  token_B = sample(logits_V[None], draw, temperature=temperature, **narrow)
   return token_B[0], cache
 
 
+def penalised(
+  logits: jax.Array, counts: jax.Array, repetition: Any, presence: Any, frequency: Any
+) -> jax.Array:
+  """Logits against tokens that came before.
+
+  Args:
+    logits: float32 [..., vocab].
+    counts: int32 like them: twice how often a token was drawn, and 1 more if it is in the prompt.
+    repetition: divides positive logits of tokens that came, and multiplies negative ones.
+    presence: is taken off those of tokens that were drawn.
+    frequency: the same for each time that one was drawn.
+  """
+  drawn = counts // 2
+  scaled = jnp.where(logits > 0, logits / repetition, logits * repetition)
+  logits = jnp.where(counts > 0, scaled, logits)
+  return logits - (presence * (drawn > 0) + frequency * drawn)
+
+
 def sample(
-  logits_BV: jax.Array, key: jax.Array, *, temperature: float, top_k: int, top_p: float
+  logits_BV: jax.Array,
+  key: jax.Array,
+  *,
+  temperature: float,
+  top_k: int,
+  top_p: float,
+  min_p: float = 0.0,
 ) -> jax.Array:
   """Draw one token a row.
 
@@ -144,6 +184,7 @@ def sample(
     top_k: keep the k likeliest (ties with the k-th stay); 0 = all.
     top_p: then keep the likeliest whose probabilities first reach p (Holtzman et al. 2020,
       arXiv:1904.09751), at least one; 1 = all.
+    min_p: then keep those at least p times as likely as the likeliest; 0 = all.
 
   Returns:
     int32 [batch].
@@ -161,4 +202,6 @@ def sample(
     last_B1 = jnp.sum(before_BV < top_p, axis=-1, keepdims=True) - 1
     floor_B1 = jnp.take_along_axis(sorted_BV, jnp.maximum(last_B1, 0), axis=-1)
     logits_BV = jnp.where(logits_BV < floor_B1, -jnp.inf, logits_BV)
+  if min_p > 0.0:  # the likeliest has the logit 0
+    logits_BV = jnp.where(logits_BV < jnp.log(min_p), -jnp.inf, logits_BV)
   return jax.random.categorical(key, logits_BV).astype(jnp.int32)

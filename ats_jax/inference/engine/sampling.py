@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ats_jax.inference.engine.request import MOST_LIKELIEST, Sampling
+from ats_jax.inference.generator import penalised
 
 INTEGERS = ("seed", "top_k")
 FLOATS = (
@@ -100,18 +101,14 @@ def draw(
     logits_BV: float32; -inf never comes out.
     settings: of the rows.
     position_B: int32 position of the token before, which makes the draws of a seed differ.
-    counts_BV: int32, with `which.penalties`: twice how often a token was drawn, and 1 more if it is
-      in the prompt.
+    counts_BV: int32, with `which.penalties`, as `penalised` takes them.
     which: what is needed.
   """
   get = dict(zip(FLOATS, settings.floats_B6.T[..., None], strict=True))
   if which.penalties:
     assert counts_BV is not None
-    drawn_BV, seen_BV = counts_BV // 2, counts_BV > 0
-    factor_B1 = get["repetition_penalty"]
-    scaled_BV = jnp.where(logits_BV > 0, logits_BV / factor_B1, logits_BV * factor_B1)
-    logits_BV = jnp.where(seen_BV, scaled_BV, logits_BV)
-    logits_BV -= get["presence_penalty"] * (drawn_BV > 0) + get["frequency_penalty"] * drawn_BV
+    names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+    logits_BV = penalised(logits_BV, counts_BV, *(get[name] for name in names))
   id_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
   if which.random:
     drawn_B = _random(logits_BV, settings, get, position_B, which)

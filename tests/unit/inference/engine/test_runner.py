@@ -82,7 +82,10 @@ def test_texts_of_ragged_prompts_are_those_of_the_full_forward_pass(kind, mesh):
 
 def test_draws_of_a_seed_are_those_of_one_text_after_the_other(mesh):
   cfg = canonical.config("dense", LOUD)
-  drawing = SampleConfig(max_tokens=12, temperature=1.3, top_k=40, top_p=0.9)
+  drawing = SampleConfig(
+    max_tokens=12, temperature=1.3, top_k=40, top_p=0.9, min_p=0.02,
+    repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=0.5,
+  )  # fmt: skip
   found = answers(
     engine_of(cfg),
     [Request(ids_of(text), Sampling.of(drawing, seed)) for seed, text in enumerate(PROMPTS)],
