@@ -3,25 +3,22 @@ r"""How long a step of LoRA takes beside weights in each format, and what it nee
 Weights and tokens are random; the model has the shape of Llama 3.1 8B but for what flags say.
 Prints a row for each format: milliseconds of a step (median), tokens a second, the share of the
 speed beside plain weights, gigabytes of the state, and of temporary arrays.
-With `nf4:take` the table of nf4 is read by a gather in place of selects.
-Command: python -m lab.qlora_speed [--bases=plain,int8,int4,nf4,nf4:take] [--layers=8] \
+Command: python -m lab.qlora_speed [--bases=plain,int8,int4,nf4] [--layers=8] \
   [--width=4096] [--rows=2] [--seq=4096] [--steps=10] [--set=step.remat=names]
 """
 
 import statistics
 import sys
 import time
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 from absl import app, flags
 
 from ats_jax.config import Config, base_config, from_config_dict
 from ats_jax.config.text import parse
 from ats_jax.config.tree import edited
 from ats_jax.data.batch import random_batch
-from ats_jax.ops import packed
 from ats_jax.planner.abstract import device_bytes, resolve_without_data
 from ats_jax.sharding.mesh import make_mesh, on_mesh, to_global
 from ats_jax.step.program import make_program
@@ -29,7 +26,7 @@ from lab.runs import llama_8b
 
 GB = 1e9
 
-_BASES = flags.DEFINE_list("bases", ["plain", "int8", "int4", "nf4", "nf4:take"], "Formats.")
+_BASES = flags.DEFINE_list("bases", ["plain", "int8", "int4", "nf4"], "Formats.")
 _LAYERS = flags.DEFINE_integer("layers", 8, "Layers; the model has 32.", lower_bound=1)
 _WIDTH = flags.DEFINE_integer("width", 4096, "model.d_model; a multiple of 128.", lower_bound=128)
 _ROWS = flags.DEFINE_integer("rows", 2, "Rows of a step.", lower_bound=1)
@@ -86,22 +83,15 @@ def measure(base: str) -> Row:
   return Row(1e3 * secs, _ROWS.value * _SEQ.value / secs, size / GB, temporary / GB)
 
 
-def _taken(codes: jax.Array) -> jax.Array:
-  return jnp.take(jnp.array(packed.NF4, jnp.float32), codes.astype(jnp.int32), mode="clip")
-
-
 def main(argv: list[str]) -> None:
   """Print a table."""
   del argv
   print(f"{_LAYERS.value} layers of width {_WIDTH.value}, on {jax.devices()[0].device_kind}")
   print(f"{'base':<10} {'ms':>9} {'tok/s':>9} {'of first':>9} {'state GB':>9} {'temp GB':>9}")
-  selects: Any = packed._lookup
   first = 0.0
   for name in _BASES.value:
-    base, _, lookup = name.partition(":")
-    packed._lookup = _taken if lookup == "take" else selects
     jax.clear_caches()
-    row = measure(base)
+    row = measure(name)
     first = first or row.tokens_a_second
     columns = row.ms, row.tokens_a_second, row.tokens_a_second / first, *row[2:]
     print(f"{name:<10}", *(f"{value:9.3f}" for value in columns))
