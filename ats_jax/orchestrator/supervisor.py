@@ -49,6 +49,7 @@ Restore = Callable[[], tuple[int, TrainState, Any] | None]
 SAVED = "orchestrator"  # what the policy remembers
 WAITING = "requests"  # what hooks asked for
 EVALUATED = "evaluated"  # losses of evaluations that no look has seen
+WATCHED = "watched"  # how far tensors moved
 
 
 class Supervisor(Watcher):
@@ -138,7 +139,7 @@ class Supervisor(Watcher):
     has_room = self._snapshots.fits(state, COPIES_OF_COMPARISON)
     able = self.acts and has_room and self._loop is not None and self._watch.probe is not None
     self._begin_terms(step, compares=able)
-    self._watch.start(step, state)
+    self._watch.start(step, state, (saved or {}).get(WATCHED))
     if not self.acts:
       return
     self._snapshots.start(step, state, {**(saved or {}), **self._remembered()})
@@ -245,6 +246,7 @@ class Supervisor(Watcher):
       SAVED: self.policy.to_json(),
       WAITING: self._requests.to_json(),
       EVALUATED: [*self._evaluated],
+      WATCHED: self._watch.remembered(),
       CHANGES: self._settings,
     }
 

@@ -3,7 +3,9 @@
 A tensor is not kept: a few random sums of it are, whose differences tell how far it moved.
 """
 
+import base64
 from collections import deque
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -25,6 +27,19 @@ class Changes:
     self._last: np.ndarray | None = None
     self._usual = deque[np.ndarray](maxlen=HISTORY)
     self._project = jax.jit(lambda model: tensors.projections(trainable(model), SUMS))
+
+  def to_json(self) -> list[str | None]:
+    """What it remembers, for a checkpoint: the last sums, then what was usual; bits as text."""
+    text = lambda x: None if x is None else base64.b64encode(x.tobytes()).decode()
+    return [text(self._last), *map(text, self._usual)]
+
+  def restore(self, saved: Sequence[str | None]) -> None:
+    """Remember what `to_json` gave."""
+    last, *usual = (
+      None if text is None else np.frombuffer(base64.b64decode(text), np.float64) for text in saved
+    )
+    self._last = None if last is None else last.reshape(SUMS, -1)
+    self._usual.extend(moved for moved in usual if moved is not None)
 
   def begin(self, model: Decoder) -> jax.Array:
     """Begin to measure; what comes of it is on its way to the host."""

@@ -100,8 +100,15 @@ class Watch:
     self._experts: OpenExperts | None = None
     self._changes, self._moved = Changes(), list[Cause]()
 
-  def start(self, step: int, state: TrainState) -> None:
+  def start(
+    self, step: int, state: TrainState, remembered: Sequence[str | None] | None = None
+  ) -> None:
     """Begin before the update after `step`; compiles what looks need.
+
+    Args:
+      step: updates done.
+      state: after them.
+      remembered: what `remembered` gave when the state was saved.
 
     Raises:
       ValueError: if the probe holds no token.
@@ -110,11 +117,17 @@ class Watch:
     self._copies, self._begin = Copies(self._tensors), rows_read(self._loop, step)
     self._copies.begin(state.model)
     self._changes.begin(state.model)
+    if remembered:
+      self._changes.restore(remembered)
     if self.probe is not None:
       self.probe.begin(self.program, state.model, self.program.rules(step))
       self.probe.logits(state.model, self.program.rules(step))
     if self.program.cfg.moe.spare_experts:
       self._experts = OpenExperts(self.program.cfg, state)
+
+  def remembered(self) -> list[str | None]:
+    """What a run that goes on from a checkpoint must know; JSON values."""
+    return self._changes.to_json()
 
   def follow(self, program: Program, step: int, state: TrainState) -> None:
     """Measure with `program` from update `step` on."""

@@ -150,7 +150,10 @@ def test_a_model_that_rates(config, whole, tmp_path):
   assert held_out > 0 and logged(tmp_path / "run", "eval/accuracy")[12] > 0.8
   shown = called("evaluate", f"--workdir={tmp_path}/run").out
   assert f"eval/margin {held_out:.4g}" in shown and "eval/accuracy" in shown
-  assert "rates texts and writes none" in called("generate", f"--workdir={tmp_path}/run").err
+  assert (
+    "rates texts and writes none"
+    in called("generate", f"--workdir={tmp_path}/run", "--prompt=a").err
+  )
   assert_same(train(cfg, tmp_path / "run", resume_step=8), state)
   called("bridge", "export", f"--workdir={tmp_path}/run", f"--folder={tmp_path}/out")
   fields = json.loads((tmp_path / "out" / "config.json").read_text())
