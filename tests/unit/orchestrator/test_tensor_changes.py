@@ -1,5 +1,7 @@
 """Which tensor moved farther than it usually does, between two looks."""
 
+import json
+
 import canonical
 import jax.numpy as jnp
 import numpy as np
@@ -33,6 +35,20 @@ def test_a_tensor_is_compared_with_its_own_past_and_with_the_others():
   assert (walking(changes, rng, 20.0 * usual, 1) < CHANGE_TIMES).all()  # the rate rose
   changes.forget()
   assert not walking(changes, rng, 1e6 * usual, 1).any()
+
+
+def test_what_is_usual_survives_a_checkpoint():
+  changes, rng = Changes(), np.random.default_rng(0)
+  changes.at = np.zeros((SUMS, 4))
+  walking(changes, rng, np.ones(4), CHANGE_LOOKS + 2)
+  again = Changes()
+  again.restore(json.loads(json.dumps(changes.to_json())))
+  now = jnp.asarray(changes.at + 1.0)
+  np.testing.assert_array_equal(again.times_usual(now), changes.times_usual(now))
+  assert again.to_json() == changes.to_json()
+  new = Changes()
+  new.restore(Changes().to_json())
+  assert not new.times_usual(now).any()
 
 
 def test_it_is_a_cause_of_health_with_the_tensors_name(mesh, tmp_path):
