@@ -1,7 +1,4 @@
-"""Kernels of generation: attention of a token a row to keys in pages, few rows times a matrix.
-
-Both read each number of a large array once and do little with it, so the memory sets their speed.
-"""
+"""Attention of one token a row to keys and values in pages."""
 
 import triton
 import triton.language as tl
@@ -76,59 +73,3 @@ def paged_attention(
   part = (row * kv_heads + head) * splits + tl.program_id(1)
   tl.store(parts + (part * block_m + queries)[:, None] * width + columns[None, :], y)
   tl.store(lse + part * block_m + queries, log_sum)
-
-
-@triton.jit
-def row_matmul(
-  x,
-  w,
-  y,
-  rows: tl.constexpr,
-  d_in: tl.constexpr,
-  d_out: tl.constexpr,
-  block_out: tl.constexpr,
-  block_in: tl.constexpr,
-):
-  """Y [rows, d_out] = x [rows, d_in] times w [d_out, d_in] transposed, added in float32."""
-  outputs, row = tl.program_id(0) * block_out + tl.arange(0, block_out), tl.program_id(1)
-  inside = outputs < d_out
-  added = tl.zeros([block_out, block_in], tl.float32)
-  for start in tl.range(0, d_in, block_in):
-    columns = start + tl.arange(0, block_in)
-    is_in = columns < d_in
-    at = outputs.to(tl.int64)[:, None] * d_in + columns[None, :]
-    tile = tl.load(w + at, mask=inside[:, None] & is_in[None, :], other=0.0)
-    of_row = tl.load(x + row * d_in + columns, mask=is_in, other=0.0)
-    added += tile.to(tl.float32) * of_row.to(tl.float32)[None, :]
-  tl.store(y + row * d_out + outputs, tl.sum(added, 1).to(y.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def few_rows_matmul(
-  x,
-  w,
-  y,
-  rows: tl.constexpr,
-  d_in: tl.constexpr,
-  d_out: tl.constexpr,
-  block_m: tl.constexpr,
-  block_out: tl.constexpr,
-  block_in: tl.constexpr,
-):
-  """As `row_matmul`, by tensor cores: all rows in each program, filled up to `block_m`."""
-  outputs = tl.program_id(0) * block_out + tl.arange(0, block_out)
-  m, inside = tl.arange(0, block_m), outputs < d_out
-  added = tl.zeros([block_out, block_m], tl.float32)
-  for start in tl.range(0, d_in, block_in):
-    columns = start + tl.arange(0, block_in)
-    is_in = columns < d_in
-    at = outputs.to(tl.int64)[:, None] * d_in + columns[None, :]
-    tile = tl.load(w + at, mask=inside[:, None] & is_in[None, :], other=0.0)
-    of_rows = tl.load(
-      x + m[None, :] * d_in + columns[:, None],
-      mask=(m[None, :] < rows) & is_in[:, None],
-      other=0.0,
-    )
-    added = tl.dot(tile, of_rows, added, input_precision="ieee")
-  where = y + m[None, :] * d_out + outputs[:, None]
-  tl.store(where, added.to(y.dtype.element_ty), mask=inside[:, None] & (m[None, :] < rows))

@@ -1,7 +1,7 @@
-"""The slots of the ops of generation.
+"""The slot of the op `paged_attention`.
 
 Letters: B rows, N query heads, K key/value heads, H head_dim, G pages in all, P slots of a page,
-W pages of a row, M rows of a matmul, D inputs, F outputs.
+W pages of a row.
 """
 
 import jax
@@ -29,10 +29,3 @@ def paged_attention(q_BNH, k_GPKH, v_GPKH, table_BW, length_B, *, window, soft_c
   y, lse = y[..., :group, :], lse[..., :group]
   share = jax.nn.softmax(lse, axis=2)
   return jnp.sum(y * share[..., None], axis=2).reshape(q_BNH.shape).astype(q_BNH.dtype)
-
-
-def row_matmul(x_MD: jax.Array, w_FD: jax.Array, dtype: jnp.dtype) -> jax.Array:
-  """`x @ w.T` in `dtype`, added in float32."""
-  launch = plan.row_matmul(x_MD.shape[0], *w_FD.shape)
-  made = jax.ShapeDtypeStruct((x_MD.shape[0], w_FD.shape[0]), dtype)
-  return call(launch, {"x": x_MD, "w": w_FD}, {"y": made})[0]

@@ -159,8 +159,6 @@ def num_tiles(rows: int, groups: int, block_m: int) -> int:
 
 
 PAGED = _tiles("block_n", (64, 4, 3), (32, 4, 2), (32, 4, 1))
-ROW = _tiles("block_out block_in", (4, 1024, 4, 3), (8, 512, 4, 3), (4, 512, 4, 1))
-FEW_ROWS = _tiles("block_out block_in", (64, 128, 4, 4), (32, 128, 4, 3), (32, 64, 4, 2))
 PROGRAMS = 264  # twice the multiprocessors of a Hopper GPU
 
 
@@ -197,16 +195,4 @@ def paged_attention(
   tiles = [tile for tile in PAGED if page % tile.blocks["block_n"] == 0]
   return Launch(
     "decode", "paged_attention", constants, tiles, lambda blocks: (rows * kv_heads, splits)
-  )
-
-
-def row_matmul(rows: int, d_out: int, d_in: int) -> Launch:
-  """Few rows times a matrix [d_out, d_in]."""
-  constants = {"rows": rows, "d_in": d_in, "d_out": d_out}
-  programs = lambda blocks: math.ceil(d_out / blocks["block_out"])
-  if rows == 1:
-    return Launch("decode", "row_matmul", constants, ROW, lambda blocks: (programs(blocks), rows))
-  constants["block_m"] = max(16, 1 << (rows - 1).bit_length())
-  return Launch(
-    "decode", "few_rows_matmul", constants, FEW_ROWS, lambda blocks: (programs(blocks), 1)
   )

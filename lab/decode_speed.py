@@ -5,7 +5,7 @@ Cases: `one` continues one prompt of 256 tokens; `N` as many prompts of 1,024 to
 once, and how long until the first token of each. Rates are of drawn tokens: while all texts are
 drawn, and from the first request to the last token. Prompts are distinct, of random bytes.
 Command: python -m lab.decode_speed --model=1.5b [--cases=one,64,requests,first] \
-  [--kernels=row_matmul=triton] [--tokens=256] [--layers=0]
+  [--kernels=paged_attention=xla] [--tokens=256] [--layers=0]
 """
 
 import json

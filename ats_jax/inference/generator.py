@@ -166,6 +166,29 @@ def penalised(
   return logits - (presence * (drawn > 0) + frequency * drawn)
 
 
+def narrowed(
+  logits_BV: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array
+) -> jax.Array:
+  """Logits of the likeliest tokens, -inf for the others.
+
+  Args:
+    logits_BV: float32 [batch, vocab], the largest of a row 0.
+    top_k: as of `sample`, as the others; each for all rows, or [batch, 1].
+    top_p: share of the probability that is kept.
+    min_p: share of the likeliest's probability that a token must have.
+  """
+  (rows, size), at_least_one = logits_BV.shape, lambda place: jnp.maximum(place, 0)
+  sorted_BV = jnp.sort(logits_BV, axis=-1, descending=True)
+  at = lambda place: jnp.take_along_axis(sorted_BV, jnp.broadcast_to(place, (rows, 1)), axis=1)
+  kth_B1 = at(jnp.where(top_k == 0, size, jnp.minimum(top_k, size)) - 1)
+  share_BV = jax.nn.softmax(jnp.where(sorted_BV < kth_B1, -jnp.inf, sorted_BV))
+  before_BV = jnp.cumsum(share_BV, axis=-1) - share_BV
+  last_B1 = jnp.sum(before_BV < top_p, axis=-1, keepdims=True) - 1
+  floor_B1 = jnp.where(top_p < 1, at(at_least_one(last_B1)), -jnp.inf)
+  floor_B1 = jnp.maximum(jnp.maximum(floor_B1, kth_B1), jnp.log(min_p))
+  return jnp.where(logits_BV < floor_B1, -jnp.inf, logits_BV)
+
+
 def sample(
   logits_BV: jax.Array,
   key: jax.Array,
@@ -193,15 +216,6 @@ def sample(
     return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
   # Subtract the maximum first: a low temperature must not make two of them infinite.
   logits_BV = (logits_BV - jnp.max(logits_BV, axis=-1, keepdims=True)) / temperature
-  if 0 < top_k < logits_BV.shape[-1]:
-    kth_B1 = jax.lax.top_k(logits_BV, top_k)[0][:, -1:]
-    logits_BV = jnp.where(logits_BV < kth_B1, -jnp.inf, logits_BV)
-  if top_p < 1.0:
-    sorted_BV = jnp.sort(logits_BV, axis=-1, descending=True)
-    before_BV = jnp.cumsum(jax.nn.softmax(sorted_BV), axis=-1) - jax.nn.softmax(sorted_BV)
-    last_B1 = jnp.sum(before_BV < top_p, axis=-1, keepdims=True) - 1
-    floor_B1 = jnp.take_along_axis(sorted_BV, jnp.maximum(last_B1, 0), axis=-1)
-    logits_BV = jnp.where(logits_BV < floor_B1, -jnp.inf, logits_BV)
-  if min_p > 0.0:  # the likeliest has the logit 0
-    logits_BV = jnp.where(logits_BV < jnp.log(min_p), -jnp.inf, logits_BV)
+  if top_k or top_p < 1.0 or min_p:
+    logits_BV = narrowed(logits_BV, *map(jnp.asarray, (top_k, top_p, min_p)))
   return jax.random.categorical(key, logits_BV).astype(jnp.int32)

@@ -295,21 +295,8 @@ OPS: dict[str, Op] = {
         "triton",
         {"one_token": decode_slots.paged_attention},
         default=("one_token",),
-        why="reads pages where they are",
+        why="as fast as XLA's in one stream on an H200, and it copies no pages",
         obstacle=requirements.triton_paged_attention,
-      ),
-    ),
-    generates=True,
-  ),
-  "row_matmul": Op(
-    ("forward",),
-    (
-      Kernel(
-        "triton",
-        {"forward": decode_slots.row_matmul},
-        default=(),
-        why="0.84 to 0.95 of XLA's speed in one stream on an H200",
-        obstacle=requirements.triton,
       ),
     ),
     generates=True,

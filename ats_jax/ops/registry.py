@@ -78,28 +78,24 @@ def choose(cfg: Config, device: Device) -> tuple[Kernels, tuple[Choice, ...]]:
     FallbackError: if `ops.strict` is set and the default of a GPU cannot run.
   """
   asked = asked_for(cfg)  # also for ops that this run does not use
-  names, choices = [], []
-  for op, entry in OPS.items():
-    if entry.kernels and entry.is_used(cfg):
-      of_op = choose_op(cfg, device, op)
-      names += [(f"{op}.{s}", c.implementation) for s, c in of_op.items()]
-      choices += _merged(op, of_op)
-  names = tuple((slot, name) for slot, name in names if name != "xla")
-  return Kernels(names, tuned_for=device.kind, asked=tuple(asked)), tuple(choices)
+  used = [op for op, entry in OPS.items() if entry.kernels and entry.is_used(cfg)]
+  names, choices = _filled(cfg, device, used)
+  return Kernels(names, tuned_for=device.kind, asked=tuple(asked)), choices
 
 
-def choose_generation(
-  cfg: Config, device: Device, kernels: Kernels
-) -> tuple[Kernels, tuple[Choice, ...]]:
-  """Fill the slots of the ops that the inference engine adds to those of a run; as `choose`."""
+def choose_generation(cfg: Config, device: Device, kernels: Kernels) -> Kernels:
+  """What runs in the inference engine, beside what runs in a run; raises as `choose`."""
+  names, _ = _filled(cfg, device, [op for op, entry in OPS.items() if entry.generates])
+  return dataclasses.replace(kernels, names=kernels.names + names)
+
+
+def _filled(cfg, device, ops) -> tuple[tuple[tuple[str, str], ...], tuple[Choice, ...]]:
   names, choices = [], []
-  for op, entry in OPS.items():
-    if entry.generates:
-      of_op = choose_op(cfg, device, op)
-      names += [(f"{op}.{s}", c.implementation) for s, c in of_op.items()]
-      choices += _merged(op, of_op)
-  names = tuple((slot, name) for slot, name in names if name != "xla")
-  return dataclasses.replace(kernels, names=kernels.names + names), tuple(choices)
+  for op in ops:
+    of_op = choose_op(cfg, device, op)
+    names += [(f"{op}.{s}", c.implementation) for s, c in of_op.items()]
+    choices += _merged(op, of_op)
+  return tuple((slot, name) for slot, name in names if name != "xla"), tuple(choices)
 
 
 def choose_op(cfg: Config, device: Device, op: str) -> dict[str, Choice]:

@@ -6,29 +6,17 @@ Letters: M rows, D inputs, F outputs.
 import jax
 import jax.numpy as jnp
 
-from ats_jax.ops import registry
-from ats_jax.ops.registry import XLA, Kernels
 
-MOST_ROWS = 16  # of kernels; from there on XLA's matmuls are no slower
-
-
-def row_matmul(
-  x_MD: jax.Array, w_FD: jax.Array, kernels: Kernels = XLA, dtype: jnp.dtype | None = None
-) -> jax.Array:
+def row_matmul(x_MD: jax.Array, w_FD: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
   """`x @ w.T`, added in float32.
 
   Args:
     x_MD: rows.
     w_FD: the matrix, one row an output, same dtype.
-    kernels: the chosen implementations.
     dtype: of the result; None = that of `x_MD`.
   """
-  rows, dtype = x_MD.shape[0], dtype or x_MD.dtype
-  kernel = registry.kernel("row_matmul", "forward", kernels)
-  if kernel is not None and rows <= MOST_ROWS:
-    return kernel(x_MD, w_FD, dtype)
-  wide = jnp.promote_types(x_MD.dtype, jnp.float32)
-  if rows == 1:  # a sum that XLA joins with what is around it
+  dtype, wide = dtype or x_MD.dtype, jnp.promote_types(x_MD.dtype, jnp.float32)
+  if x_MD.shape[0] == 1:  # a sum that XLA joins with what is around it
     y_F = jnp.sum(x_MD.astype(wide) * w_FD.astype(wide), axis=1)
     return y_F[None].astype(dtype)
   dims = (((1,), (1,)), ((), ()))

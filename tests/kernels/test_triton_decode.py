@@ -1,4 +1,4 @@
-"""The kernels of generation in Triton, in its interpreter, beside XLA's versions."""
+"""Attention to pages in Triton, in its interpreter, beside XLA's version."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,6 @@ import pytest
 import triton_interpreter
 
 from ats_jax.ops.attention.paged import paged_attention
-from ats_jax.ops.row_matmul import row_matmul
 from kernels_triton import decode_slots
 
 pytestmark = pytest.mark.hf
@@ -46,12 +45,3 @@ def test_attention_of_one_token_to_pages(options, interpreter, monkeypatch):
   run = lambda *args: decode_slots.paged_attention(*args, **options)
   got = jax.jit(run)(q[:, 0], k, v, table, lengths)
   np.testing.assert_allclose(got, want[:, 0], rtol=2e-5, atol=2e-5)
-
-
-@pytest.mark.parametrize("rows", [1, 3, 16])
-def test_few_rows_times_a_matrix(rows, interpreter, monkeypatch):
-  monkeypatch.setattr(decode_slots, "call", interpreter(block_out=16, block_in=32))
-  x, w = drawn(0, rows, 72), drawn(1, 40, 72)
-  got = jax.jit(decode_slots.row_matmul, static_argnums=2)(x, w, x.dtype)
-  np.testing.assert_allclose(got, x @ w.T, rtol=1e-5, atol=1e-5)
-  np.testing.assert_allclose(row_matmul(x, w), x @ w.T, rtol=1e-5, atol=1e-5)

@@ -19,7 +19,6 @@ from ats_jax.model.forward_pass import Pass
 from ats_jax.model.layers import MLP, Linear
 from ats_jax.model.numerics import NARROW
 from ats_jax.model.param import is_variable
-from ats_jax.ops.registry import Kernels
 from ats_jax.ops.row_matmul import row_matmul
 from ats_jax.sharding.apply import island
 
@@ -33,11 +32,11 @@ class Packed(nnx.Module):
     matrix: [all outputs, inputs] in the compute dtype.
   """
 
-  def __init__(self, layers: Sequence[Linear], dtype: jnp.dtype, kernels: Kernels):
+  def __init__(self, layers: Sequence[Linear], dtype: jnp.dtype):
     """Copy the weights of layers."""
     self.inputs = layers[0].inputs
     self.outputs = tuple(layer.outputs for layer in layers)
-    self.kernels, num_inputs = kernels, len(self.inputs)
+    num_inputs = len(self.inputs)
     weights = [layer.value(dtype) for layer in layers]
     self.shapes = tuple(w.shape[num_inputs:] for w in weights)
     self.matrix = nnx.Param(jnp.concatenate([
@@ -49,7 +48,7 @@ class Packed(nnx.Module):
     del multiply, layers
 
     def local(x, matrix_FD):
-      y_MF = row_matmul(x.reshape(-1, matrix_FD.shape[1]), matrix_FD, self.kernels)
+      y_MF = row_matmul(x.reshape(-1, matrix_FD.shape[1]), matrix_FD)
       ends = [sum(map(math.prod, self.shapes[: n + 1])) for n in range(len(self.shapes) - 1)]
       parts = jnp.split(y_MF, ends, axis=1)
       return tuple(
@@ -72,15 +71,14 @@ class Served(nnx.Module):
     head: [vocab, d_model] in the compute dtype.
   """
 
-  def __init__(self, decoder: Decoder, kernels: Kernels):
+  def __init__(self, decoder: Decoder):
     """Pack a decoder, whose layers are taken out of it: their memory is free afterwards."""
-    self.kernels, dtype = kernels, decoder.num.compute_dtype
-    layers = list[Block]()
+    dtype, layers = decoder.num.compute_dtype, list[Block]()
     for segment in decoder.segments:
       places = segment.layers
       for number in range(len(jax.tree.leaves(segment)[0])):
         apart = [jax.tree.map(operator.itemgetter(number), block) for block in places]
-        layers += [_packed(block, dtype, kernels) for block in apart]
+        layers += [_packed(block, dtype) for block in apart]
       for leaf in jax.tree.leaves(segment):
         leaf.delete()
     self.layers = nnx.List(layers)
@@ -117,14 +115,14 @@ class Served(nnx.Module):
 
   def logits(self, x_BD: jax.Array) -> jax.Array:
     """Scores [rows, vocab] in float32."""
-    local = lambda x, head: row_matmul(x, head, self.kernels, jnp.dtype(jnp.float32))
+    local = lambda x, head: row_matmul(x, head, jnp.dtype(jnp.float32))
     plain = (None, None)
     logits_BV = island(local, in_axes=(plain, plain), out_axes=plain)(x_BD, self.head[...])
     cap = self.decoder.cfg.logit_soft_cap
     return cap * jnp.tanh(logits_BV / cap) if cap else logits_BV
 
 
-def _packed(block: Block, dtype: jnp.dtype, kernels: Kernels) -> Block:
+def _packed(block: Block, dtype: jnp.dtype) -> Block:
   """A layer with its matrices packed, and everything else that is multiplied in `dtype`."""
   together = []
   if isinstance(block.attn, Attention):
@@ -139,7 +137,7 @@ def _packed(block: Block, dtype: jnp.dtype, kernels: Kernels) -> Block:
     if type(module) is Linear and id(module) not in taken:
       together.append((module,))
   for layers in together:
-    packed = Packed(layers, dtype, kernels)
+    packed = Packed(layers, dtype)
     for number, layer in enumerate(layers):
       layer.weight = packed if number == 0 else None
   is_matrix = lambda v: is_variable(v) and getattr(v, "role", None) in NARROW

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import logging
 
 from ats_jax.data.tokens.tokenizer import Tokenizer
 from ats_jax.inference.engine.caches import PAGE_AXES, View, pages_of, slots_of, widths_of
@@ -28,7 +27,7 @@ from ats_jax.sharding.rules import spec
 from ats_jax.step.program import Program
 
 # Sizes for which programs are compiled; fewer rows, and shorter chunks, are filled up.
-ROWS = (1, 4, 16, 64, 256)
+NUMBERS_OF_ROWS = (1, 4, 16, 64, 256)
 LEAST_TOKENS = 32
 SHARE_OF_MEMORY = 0.85  # of what weights leave free that pages may take, beside activations
 
@@ -74,10 +73,7 @@ def served(decoder: Decoder, program: Program) -> Served:
     from ats_jax.model.adapters import merged
 
     decoder = merged(decoder)
-  kernels, choices = choose_generation(program.cfg, program.device, program.num.kernels)
-  for choice in choices:
-    logging.debug("%s", choice)
-  return Served(decoder, kernels)
+  return Served(decoder)
 
 
 class ModelRunner:
@@ -96,7 +92,8 @@ class ModelRunner:
     size: Size,
   ):
     """Make empty pages."""
-    cfg, kernels = program.cfg, model.kernels
+    cfg = program.cfg
+    kernels = choose_generation(cfg, program.device, program.num.kernels)
     self._layers, self._kernels = model.layers, kernels
     self.skips = any(layer.depth is not None for layer in model.layers)
     self.page_size, self.max_rows, self.chunk = size.page, size.rows, size.chunk
@@ -211,7 +208,7 @@ class ModelRunner:
 
   def _decode(self, rows: Sequence[Row]) -> Drawn:
     """Draw another token of each of some rows."""
-    size = next((size for size in ROWS if size >= len(rows)), len(rows))
+    size = next((n for n in NUMBERS_OF_ROWS if n >= len(rows)), 1 << (len(rows) - 1).bit_length())
     spare = size - len(rows)
     most = max(len(row.pages) for row in rows)
     table = self._table([*(row.pages for row in rows), *[()] * spare], most)

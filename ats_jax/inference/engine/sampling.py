@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ats_jax.inference.engine.request import MOST_LIKELIEST, Sampling
-from ats_jax.inference.generator import penalised
+from ats_jax.inference.generator import narrowed, penalised
 
 INTEGERS = ("seed", "top_k")
 FLOATS = (
@@ -127,19 +127,7 @@ def _random(logits_BV, settings, get, position_B, which) -> jax.Array:
   logits_BV /= jnp.where(get["temperature"] == 0, 1.0, get["temperature"])
   seed_B, top_k_B = settings.integers_B2.T
   if which.narrow:
-    size = logits_BV.shape[1]
-    sorted_BV = jnp.sort(logits_BV, axis=-1, descending=True)
-    last_B = jnp.where(top_k_B == 0, size, jnp.minimum(top_k_B, size)) - 1
-    kth_B1 = jnp.take_along_axis(sorted_BV, last_B[:, None], axis=1)
-    sorted_BV = jnp.where(sorted_BV < kth_B1, -jnp.inf, sorted_BV)
-    share_BV = jax.nn.softmax(sorted_BV)
-    before_BV = jnp.cumsum(share_BV, axis=-1) - share_BV
-    last_B1 = jnp.sum(before_BV < get["top_p"], axis=-1, keepdims=True) - 1
-    floor_B1 = jnp.take_along_axis(sorted_BV, jnp.maximum(last_B1, 0), axis=-1)
-    floor_B1 = jnp.where(get["top_p"] < 1, floor_B1, -jnp.inf)
-    least_B1 = jnp.log(get["min_p"])  # of the likeliest, whose logit is 0; -inf if all are kept
-    floor_B1 = jnp.maximum(jnp.maximum(floor_B1, kth_B1), least_B1)
-    logits_BV = jnp.where(logits_BV < floor_B1, -jnp.inf, logits_BV)
+    logits_BV = narrowed(logits_BV, top_k_B[:, None], get["top_p"], get["min_p"])
 
   def one(seed, position, logits_V):
     key = jax.random.key(jax.lax.bitcast_convert_type(seed, jnp.uint32))
