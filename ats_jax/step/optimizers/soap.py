@@ -12,6 +12,7 @@ import optax
 from ats_jax.config.schema import Config
 from ats_jax.config.schema.optimizer import InEigenbasis, Soap, SoapMuon
 from ats_jax.model.param import Param, params_of, per_param, reshard_params
+from ats_jax.ops.gram_schmidt import orthonormal
 from ats_jax.ops.newton_schulz import of_unit_norm, orthogonalise
 from ats_jax.ops.registry import XLA, Kernels
 from ats_jax.sharding.apply import map_tensors, replicate, zeros_of_tensors
@@ -30,6 +31,7 @@ from ats_jax.step.optimizers.muon import TINY, scale_updates
 
 AT_A_TIME = 2**28  # elements of the largest array of matrices that are worked on together
 OFF_UNIT = 1e-3  # of the squared length of a basis vector
+EPS = float(jnp.finfo(jnp.float32).eps)
 
 
 class SoapState(NamedTuple):
@@ -195,10 +197,11 @@ def _update(
     new = []
     for axis, (side, basis) in enumerate(zip((left, right), bases, strict=True)):
       if not isinstance(basis, optax.MaskedNode):
-        product = _times(_unit(side), basis)
+        # What is far below the largest eigenvalue stays as it is, and no column is zero.
+        product = _times(_unit(side), basis) + EPS * basis
         order = jnp.argsort(-jnp.sum(basis * product, axis=0))
         nu = jnp.take(nu, order, axis=axis)
-        basis = jnp.linalg.qr(product[:, order])[0]
+        basis = orthonormal(product[:, order])
       new.append(basis)
     return nu, *new
 
