@@ -13,10 +13,12 @@ import numpy as np
 
 from ats_jax.config import base_config, from_config_dict
 from ats_jax.config.build import resolve
+from ats_jax.config.schema.orchestrator import PROBE_POSITIONS
 from ats_jax.data.batch import Batch
 from ats_jax.data.splits import open_datasets
 from ats_jax.metrics.environment import environment
 from ats_jax.model.decoder import Decoder
+from ats_jax.orchestrator.signals.probe import num_blocks
 from ats_jax.sharding.mesh import to_global
 from ats_jax.step.program import Program, init_state
 from ats_jax.step.state import TrainState
@@ -27,7 +29,10 @@ from lab.faults.scenarios import RATE, SCENARIOS, Rows
 
 SCHEMA = 1  # of a record; docs/lab/faults.md has it
 PROTOCOL = 2  # raise it when a scenario, an arm or the scoring changes
-SCORED_ROWS, PROBE_ROWS = 1024, 64  # of held-out text
+SCORED_ROWS, PROBE_ROWS = 1024, 64  # of held-out text, each of `SHORT` tokens
+LEAST_SCORED = 256  # rows, however long they are
+SHORT = 32
+PAUSE = 100  # steps between two checkpoints, at least
 APART = 5000  # added to a seed: rows of the corpus that no suite's seed trains on at that step
 
 # A byte-level model that trains in seconds on one core.
@@ -39,7 +44,7 @@ SETTINGS = {
   "model.num_kv_heads": 4,
   "model.d_ff": 128,
   "data.tokenizer": "bytes",
-  "data.seq_len": 32,
+  "data.seq_len": SHORT,
   "data.batch_size": 16,
   "optimizer.learning_rate": RATE,
   "optimizer.warmup_steps": 50,
@@ -60,6 +65,9 @@ class Suite(NamedTuple):
   scenarios: tuple[str, ...]
   seeds: tuple[int, ...]
   settings: tuple[tuple[str, int | float | str], ...] = ()  # what differs from `SETTINGS`
+  # Steps that are computed wrongly have a program of their own: in one for all, a GPU's host waits
+  # at each condition.
+  splits: bool = False
 
 
 class Bench:
@@ -79,6 +87,7 @@ class Bench:
     needed = {SCENARIOS[name].domain for name in suite.scenarios} & DOMAINS.keys()
     domains = {name: open_domain(name, cfg.data, tokenizer) for name in sorted(needed)}
     self._texts = {"main": (train, valid), **domains}
+    self.splits, self.pause = suite.splits, max(PAUSE, c.num_steps // 4)
     parts = [PROTOCOL, corpus, c.num_steps, c.model, c.data, c.optimizer, c.precision]
     self.protocol = hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
     git = environment()["git"] or {"commit": os.environ.get("ATS_COMMIT"), "dirty": None}
@@ -120,19 +129,23 @@ class Bench:
   def probe(self, domain: str) -> Batch:
     """Held-out rows that guards look at, not those that are scored; half of another domain, if any.
 
-    As the probe of training, which has an equal share of each evaluation set.
+    As the probe of training, which has an equal share of each evaluation set and is not smaller.
     """
     sets = [self._texts[name][1] for name in ("main", domain) if name]
-    share = PROBE_ROWS // len(sets)
+    length = min(self.cfg.data.seq_len, PROBE_POSITIONS)
+    rows = max(PROBE_ROWS * SHORT // length, num_blocks(self.cfg, length))
+    share = rows // len(sets)
     last = lambda data: data.read_once(np.arange(data.info.num_rows - share, data.info.num_rows))
     blocks = [last(data) for data in sets]
-    rows = {name: np.concatenate([block[name] for block in blocks]) for name in blocks[0]}
+    whole = {name: np.concatenate([block[name] for block in blocks]) for name in blocks[0]}
+    rows = {name: x[:, :length] for name, x in whole.items()}
     return to_global(rows, jax.sharding.get_mesh())
 
   @functools.cache  # noqa: B019
   def _scored(self, domain: str) -> Batch:
     held_out = self._texts[domain][1]
-    rows = np.arange(SCORED_ROWS) % (held_out.info.num_rows - PROBE_ROWS)
+    size = max(SCORED_ROWS * SHORT // self.cfg.data.seq_len, LEAST_SCORED)
+    rows = np.arange(size) % (held_out.info.num_rows - PROBE_ROWS)
     return to_global(held_out.read_once(rows), jax.sharding.get_mesh())
 
   def look(self, program: Program, state: TrainState, domain: str) -> float:

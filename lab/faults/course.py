@@ -26,8 +26,7 @@ from lab.faults.results import Record
 from lab.faults.scenarios import SCENARIOS, Injection
 
 Made = tuple[TrainState, StepMetrics]  # by an update
-PAUSE = 100  # steps between two checkpoints
-PREFIXES = (100, 200)  # checkpoints of a clean run from which others go on
+PREFIXES = (1, 2)  # checkpoints of a clean run from which others go on, `Bench.pause` steps apart
 BEFORE = 20  # steps, at least, from there to the onset
 # What the reflex of a step reports if it does nothing.
 REFLEX = {"reflex/skipped": 0.0, "reflex/wrong": 0.0, "reflex/miscounted": 0.0,
@@ -71,6 +70,8 @@ class Loop:
     wrong = computes(self.draw, at, self._params) if computes is not None else None
     fault = Fault(*(np.float32(x) for x in (1.0, 1.0, now.schedule * self.rate)))
     rules = self.program.training_rules(1)  # of all updates: no layers skip tokens
+    if wrong is None and self._bench.splits:
+      return self.program.train_step(state, batch, rules, fault)
     wrong = (wrong or Miscomputed()).on_device()
     return self.program.train_step(state, batch, rules, fault, wrong, self._old)
 
@@ -147,7 +148,7 @@ class Course:
     """Train up to `end` steps, or until the run is over."""
     while self.step < end and not self.is_over:
       self._train()
-      if self.step % PAUSE == 0 and not self.is_over:
+      if self.step % self._bench.pause == 0 and not self.is_over:
         self.checkpoint = self._checkpoint(self.keeper.saved())
 
   def _train(self) -> None:
@@ -161,7 +162,7 @@ class Course:
     self.log.rows.append(metrics.values)
     try:
       self.state = self.keeper.after(self.step, state, metrics)
-      if self.step % PAUSE == 0 or self.step == self._bench.cfg.num_steps:
+      if self.step % self._bench.pause == 0 or self.step == self._bench.cfg.num_steps:
         self.state = self.keeper.settle(self.step, self.state, metrics)
     except FloatingPointError:  # the supervisor gives up: what launched it starts it again, once
       self.log.stops.append(self.step)
@@ -177,15 +178,15 @@ def shared(bench: Bench, scenario: str, seed: int) -> int:
   if kind.settings or kind.domain or kind.begins is not None:
     return 0
   onset = kind.draw(scenario, seed, bench.cfg.num_steps, 0, bench.other_rows).onset
-  return max((step for step in PREFIXES if step + BEFORE <= onset), default=0)
+  return max((n * bench.pause for n in PREFIXES if n * bench.pause + BEFORE <= onset), default=0)
 
 
 def prefixes(bench: Bench, arm: str, seed: int) -> dict[int, Checkpoint]:
   """The beginning of a clean run of an arm, at each of `PREFIXES`."""
   course, found = Course(bench, arm, "clean", seed), {}
-  for step in PREFIXES:
-    course.advance(step)
-    found[step] = course.checkpoint
+  for number in PREFIXES:
+    course.advance(number * bench.pause)
+    found[course.step] = course.checkpoint
   course.keeper.close()
   return found
 

@@ -11,6 +11,7 @@ import jax
 from absl import logging
 
 from ats_jax.config import base_config, from_config_dict
+from ats_jax.config.schema import OrchestratorConfig
 from ats_jax.sharding.mesh import make_mesh
 from lab.faults.arms import ARMS
 from lab.faults.bench import Bench, Suite
@@ -21,10 +22,32 @@ from lab.faults.scenarios import SCENARIOS
 TUNING_SEEDS, HELD_OUT_SEEDS = range(10), range(100, 110)
 SMOKE = ("nan_weight", "nan_gradient", "garbage_burst", "computed_x30_burst", "clean",
          "script_batch_10")  # fmt: skip
+LONG_FAULTS = ("scaled_matrix", "update_scale", "matmul_shift", "wrong_targets",
+               "computed_x30_burst", "clean")  # fmt: skip
+# 26M parameters for one GPU, watched as a run is that leaves the orchestrator's settings alone.
+ON_GPU = (
+  ("model.num_layers", 8),
+  ("model.d_model", 512),
+  ("model.num_heads", 8),
+  ("model.num_kv_heads", 8),
+  ("model.d_ff", 1408),
+  ("data.seq_len", 512),
+  ("optimizer.learning_rate", 1e-3),
+  ("optimizer.warmup_steps", 200),
+  ("orchestrator.check_interval", OrchestratorConfig.check_interval),
+  ("orchestrator.snapshot_interval", OrchestratorConfig.snapshot_interval),
+  ("precision.compute_dtype", "bfloat16"),
+)
 SUITES = {
   "smoke": Suite(("clip", "rewind", "ours"), SMOKE, (0,), (("num_steps", 200),)),
   "tune": Suite(tuple(ARMS), tuple(SCENARIOS), tuple(TUNING_SEEDS)),
   "held_out": Suite(tuple(ARMS), tuple(SCENARIOS), tuple(HELD_OUT_SEEDS)),
+  "long_clean": Suite(
+    ("clip", "ours"), ("clean",), (100, 101), (("num_steps", 20_000), *ON_GPU), splits=True
+  ),
+  "long_faults": Suite(
+    ("clip", "rewind", "ours"), LONG_FAULTS, (100,), (("num_steps", 5_000), *ON_GPU), splits=True
+  ),
 }
 # With more than one thread a process, they wait for each other.
 ONE_THREAD = "--xla_cpu_multi_thread_eigen=false"

@@ -1,6 +1,6 @@
 """Runs -> figures -> Markdown; docs/lab/faults.md says what the figures mean."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -8,7 +8,14 @@ from lab.faults.arms import ARMS, OURS, OWN
 from lab.faults.results import Record
 from lab.faults.scenarios import CLASSES, SCENARIOS
 from lab.faults.suite import TUNING_SEEDS
-from lab.faults.thresholds import HURTS, LEAST_GAIN, THRESHOLDS
+from lab.faults.thresholds import (
+  AWAY,
+  HURTS,
+  LEAST_GAIN,
+  LONG,
+  THRESHOLDS,
+  THRESHOLDS_ON_GPU,
+)
 
 USUAL, CLEAN = "clip", "clean"
 RUNS_SAY = ("corpus", "protocol", "commit", "dirty", "python", "jax")
@@ -85,7 +92,7 @@ def is_cut(run: Record) -> bool:
 
 
 def figures(board: Board, mendable: Sequence[str], arm: str = OURS) -> dict[str, float]:
-  """The figures of `THRESHOLDS`; NaN where runs are missing."""
+  """The figures of `THRESHOLDS` and `AWAY`; NaN where runs are missing."""
   healthy = board.runs(arm, board.healthy)
   share = lambda part, of: 100.0 * part / of if of else np.nan
   findings = sum(len(r["findings"]) for r in healthy)
@@ -104,7 +111,8 @@ def figures(board: Board, mendable: Sequence[str], arm: str = OURS) -> dict[str,
     worst(gap(USUAL, s) for s in board.faults if s not in mendable),
     worst(gap(board.best(s), s) for s in board.faults),
   )
-  return dict(zip(THRESHOLDS, map(float, found), strict=True))
+  away = worst(map(abs, board.over(arm, CLEAN, USUAL)))
+  return {**dict(zip(THRESHOLDS, map(float, found), strict=True)), AWAY: away}
 
 
 def tables(records: Sequence[Record]) -> str:
@@ -126,7 +134,9 @@ def tables(records: Sequence[Record]) -> str:
     markdown(HEALTHY, [_healthy(board, arm) for arm in board.arms]),
   ]
   if OURS in board.arms:
-    parts.append(_verdict(figures(board, mendable)))
+    is_long = min(r["steps"] for r in records) >= LONG
+    claimed = THRESHOLDS_ON_GPU if is_long else THRESHOLDS
+    parts.append(_verdict(figures(board, mendable), claimed))
   return "\n\n".join(parts)
 
 
@@ -166,9 +176,9 @@ def _healthy(board: Board, arm: str) -> list[str]:
   return [arm, *map(str, counts), findings, where]
 
 
-def _verdict(found: dict[str, float]) -> str:
+def _verdict(found: dict[str, float], claimed: Mapping[str, float]) -> str:
   rows = []
-  for name, most in THRESHOLDS.items():
+  for name, most in claimed.items():
     is_share, value = name.endswith("%"), found[name]
     is_met = value < most if is_share else value <= most
     word = ("met" if is_met else "missed") if np.isfinite(value) else "no runs"

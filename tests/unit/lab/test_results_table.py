@@ -4,7 +4,7 @@ import pytest
 
 from lab.faults.results import Results, mend
 from lab.faults.table import Board, figures, tables
-from lab.faults.thresholds import THRESHOLDS
+from lab.faults.thresholds import AWAY, THRESHOLDS, THRESHOLDS_ON_GPU
 
 
 def record(arm, scenario, seed, loss, **more):
@@ -57,7 +57,8 @@ MET = [0, 0, 0, 0, 0, 0.1 / 0.21, 0.005, 0.005]
 
 def reached(**ours):
   board = Board(runs(**ours))
-  return list(figures(board, board.mendable()).values())
+  found = figures(board, board.mendable())
+  return [found[name] for name in THRESHOLDS]
 
 
 def test_figures():
@@ -106,3 +107,10 @@ def test_the_tables():
   assert "| nan_gradient | 1.000 (1.000) | 0.200 (0.200) | - (-) | 0.100 (0.100) |" in text
   assert "| ours | 4 | 0 | 0 | 0 | 0 | 0 of 200 | 0.000 (clean) |" in text
   assert text.count("| met |") == len(THRESHOLDS)
+
+
+def test_long_runs_have_thresholds_of_their_own():
+  away = [record("ours", "clean", seed, 2.0 - 0.02 * seed, looks=50) for seed in (0, 1)]
+  long = [run | {"steps": 5_000} for run in [*runs(), *away]]
+  assert f"| {AWAY} | 0.020 | <= 0.01 | missed |" in tables(long).splitlines()
+  assert tables(long).count("| <") == len(THRESHOLDS_ON_GPU)
