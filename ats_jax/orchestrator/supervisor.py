@@ -282,7 +282,7 @@ class Supervisor(Watcher, MetricWriter):
     self, step: int, state: TrainState, pending: Pending, *, pause: bool = False
   ) -> TrainState:
     """Conclude from an interval, act, and record both."""
-    reading, rows = self._watch.read(pending)
+    reading, steps = self._watch.read(pending)
     ready = None
     if not self.wants_restart:
       ready = self._requests.ready(self._terms, self.policy, state, step, pause=pause)
@@ -290,12 +290,12 @@ class Supervisor(Watcher, MetricWriter):
     seen, self._evaluated = Interval(reading, request, tuple(self._evaluated)), []
     self.policy, judgement = decide(self._terms, self.policy, seen, step)
     check_agreement(self.policy, reading._asdict(), judgement, self._requests.to_json())
-    further = self._watch.causes(judgement, self.policy.logits, reading, pending, rows)
+    further = self._watch.causes(judgement, self.policy.logits, reading, pending, steps)
     means = {**reading.means, **reading.looked}
     health = health_of(means, reading.nonfinite, judgement.finding, further)
     self._teller.look(step, seen, judgement, health, pending.host)
     batch_size = self._program.cfg.data.batch_size
-    self._teller.steps(step, self._watch.names, pending.step, rows, pending.read, batch_size)
+    self._teller.steps(step, steps, pending.read, batch_size)
     if not judgement.stale and not judgement.good:
       self._snapshots.reject()
     elif not judgement.stale and (reading.held or self._watch.probe is None):
