@@ -92,8 +92,6 @@ def readings(course: Course, interval: int) -> Iterator[Reading]:
       sound=True,  # the weights, of which a log says nothing
       nonfinite=len(losses) - len(finite),
       broken=len(losses) - 1 - int(sound[-1]) if len(sound) else len(losses),
-      skipped=0,
-      shrunk=0,
       held_steps=0,
       learning_rate=rate,
       applied=rate,

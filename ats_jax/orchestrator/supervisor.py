@@ -170,12 +170,7 @@ class Supervisor(Watcher, MetricWriter):
     """Score the probe with `program` from update `step` on; compiles the scoring.
 
     Call it whenever the train step is compiled: when 8 bits are switched off, and as `mod.capacity`
-    falls. Losses under other rules are not compared, see `decide`.
-
-    Args:
-      program: the new program of the same run.
-      step: 1-based.
-      state: the state before that update; only its shapes matter.
+    falls. Losses under other rules are not compared, see `decide`. Of `state` only shapes matter.
     """
     self._program = program
     if self._terms.eight_bits and not program.fp8:
@@ -183,12 +178,7 @@ class Supervisor(Watcher, MetricWriter):
     self._watch.follow(program, step, state)
 
   def after(self, step: int, state: TrainState, metrics: StepMetrics) -> TrainState:
-    """Take in the results of update `step`; returns the state with which to go on.
-
-    Args:
-      step: updates done.
-      state: the state after the step; not to be used any more.
-      metrics: metrics of the step.
+    """Take in the results of update `step`; returns the state to go on with, in place of `state`.
 
     Raises:
       FloatingPointError: if the policy gives the run up.
@@ -210,11 +200,6 @@ class Supervisor(Watcher, MetricWriter):
 
   def settle(self, step: int, state: TrainState, metrics: StepMetrics) -> TrainState:
     """Look at all steps so far, waiting for their numbers: a checkpoint must be sound.
-
-    Args:
-      step: updates done.
-      state: the state after the last step.
-      metrics: metrics of the last step.
 
     Raises:
       FloatingPointError: if weights are not finite and nothing mends them.

@@ -82,8 +82,6 @@ class Reading(NamedTuple):
     sound: whether weights and the held-out loss are finite after `step`.
     nonfinite: with a loss or gradient that was not finite.
     broken: number of such steps in a row at the end of the interval.
-    skipped: whose update was left out, as something was not finite.
-    shrunk: in which a tensor's gradient was.
     held_steps: in a row at the end whose learning rate was held.
     learning_rate: the schedule's rate at the end, without the policy's own factor.
     applied: learning rate, at the end.
@@ -107,8 +105,6 @@ class Reading(NamedTuple):
   sound: bool
   nonfinite: int
   broken: int
-  skipped: int
-  shrunk: int
   held_steps: int
   learning_rate: float
   applied: float
@@ -150,8 +146,6 @@ def sum_up(
     sound=bool(weights_are_finite and np.isfinite([*(held or {}).values()]).all()),
     nonfinite=int(np.sum(column["reflex/broken"] > 0)),
     broken=int(last["reflex/broken"]),
-    skipped=int(np.sum(column["reflex/skipped"])),
-    shrunk=int(np.sum(column["reflex/grad_scale"] < 1.0)),
     held_steps=int(last["reflex/held"]),
     learning_rate=last["train/scheduled_rate"],
     applied=last["train/learning_rate"],
