@@ -7,7 +7,7 @@ checkpoint, where the loop waits anyway, is everything read.
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Self, override
 
 from absl import logging
 
@@ -15,6 +15,7 @@ from ats_jax.config.build import CHANGES
 from ats_jax.data.batch import Batch
 from ats_jax.metrics.clock import Totals
 from ats_jax.metrics.watcher import Watcher
+from ats_jax.metrics.writer import MetricWriter
 from ats_jax.orchestrator import hooks
 from ats_jax.orchestrator.actions.base import Settings, carry_out
 from ats_jax.orchestrator.constants import SPAN_LOOKS
@@ -52,8 +53,10 @@ EVALUATED = "evaluated"  # losses of evaluations that no look has seen
 WATCHED = "watched"  # how far tensors moved
 
 
-class Supervisor(Watcher):
+class Supervisor(Watcher, MetricWriter):
   """Watches one run: it looks at the metrics of its steps, decides on actions and carries them out.
+
+  It takes metrics as every writer does (`write_scalars`).
 
   Attributes:
     policy: the state of the policy, which each checkpoint keeps.
@@ -167,12 +170,7 @@ class Supervisor(Watcher):
     """Score the probe with `program` from update `step` on; compiles the scoring.
 
     Call it whenever the train step is compiled: when 8 bits are switched off, and as `mod.capacity`
-    falls. Losses under other rules are not compared, see `decide`.
-
-    Args:
-      program: the new program of the same run.
-      step: 1-based.
-      state: the state before that update; only its shapes matter.
+    falls. Losses under other rules are not compared, see `decide`. Of `state` only shapes matter.
     """
     self._program = program
     if self._terms.eight_bits and not program.fp8:
@@ -180,19 +178,12 @@ class Supervisor(Watcher):
     self._watch.follow(program, step, state)
 
   def after(self, step: int, state: TrainState, metrics: StepMetrics) -> TrainState:
-    """Take in the results of update `step`; returns the state with which to go on.
-
-    Args:
-      step: updates done.
-      state: the state after the step; not to be used any more.
-      metrics: metrics of the step.
+    """Take in the results of update `step`; returns the state to go on with, in place of `state`.
 
     Raises:
       FloatingPointError: if the policy gives the run up.
     """
-    self._watch.take(metrics)
-    if self._comparison is not None:
-      self._comparison.metrics.append(metrics)
+    self.write_scalars(step, metrics)
     if step % self._cfg.check_interval:
       return state
     if self._pending is not None:
@@ -210,11 +201,6 @@ class Supervisor(Watcher):
   def settle(self, step: int, state: TrainState, metrics: StepMetrics) -> TrainState:
     """Look at all steps so far, waiting for their numbers: a checkpoint must be sound.
 
-    Args:
-      step: updates done.
-      state: the state after the last step.
-      metrics: metrics of the last step.
-
     Raises:
       FloatingPointError: if weights are not finite and nothing mends them.
     """
@@ -231,14 +217,20 @@ class Supervisor(Watcher):
       self._requests.end(step)
     return state
 
-  def evaluated(self, loss: float) -> None:
-    """Take in the loss of an evaluation of the validation split; the next look sees it."""
-    self._evaluated.append(loss)
+  @override
+  def write_scalars(self, step: int, scalars: Mapping[str, Any] | StepMetrics) -> None:
+    """Take in metrics of an evaluation, or of an update, which may not be computed yet."""
+    if isinstance(scalars, StepMetrics):
+      self._watch.take(scalars)
+      if self._comparison is not None:
+        self._comparison.metrics.append(scalars)
+    elif "eval/loss" in scalars:  # of the validation split; the next look sees it
+      self._evaluated.append(float(scalars["eval/loss"]))
 
   def saved(self) -> dict[str, Any]:
     """What to keep with a checkpoint, right after `settle`; JSON values."""
     self.wants_checkpoint = False
-    self._teller.flush()
+    self.flush()
     return self._memory()
 
   def _memory(self) -> dict[str, Any]:
@@ -255,6 +247,12 @@ class Supervisor(Watcher):
     position = {} if self._loop is None else self._loop.position()
     return {**position, **self._memory()}
 
+  @override
+  def flush(self) -> None:
+    """Make the ledger durable."""
+    self._teller.flush()
+
+  @override
   def close(self) -> None:
     """Make the ledger durable."""
     self._teller.close()
@@ -269,7 +267,7 @@ class Supervisor(Watcher):
     self, step: int, state: TrainState, pending: Pending, *, pause: bool = False
   ) -> TrainState:
     """Conclude from an interval, act, and record both."""
-    reading, rows = self._watch.read(pending)
+    reading, steps = self._watch.read(pending)
     ready = None
     if not self.wants_restart:
       ready = self._requests.ready(self._terms, self.policy, state, step, pause=pause)
@@ -277,12 +275,12 @@ class Supervisor(Watcher):
     seen, self._evaluated = Interval(reading, request, tuple(self._evaluated)), []
     self.policy, judgement = decide(self._terms, self.policy, seen, step)
     check_agreement(self.policy, reading._asdict(), judgement, self._requests.to_json())
-    further = self._watch.causes(judgement, self.policy.logits, reading, pending, rows)
+    further = self._watch.causes(judgement, self.policy.logits, reading, pending, steps)
     means = {**reading.means, **reading.looked}
     health = health_of(means, reading.nonfinite, judgement.finding, further)
     self._teller.look(step, seen, judgement, health, pending.host)
     batch_size = self._program.cfg.data.batch_size
-    self._teller.steps(step, self._watch.names, pending.step, rows, pending.read, batch_size)
+    self._teller.steps(step, steps, pending.read, batch_size)
     if not judgement.stale and not judgement.good:
       self._snapshots.reject()
     elif not judgement.stale and (reading.held or self._watch.probe is None):

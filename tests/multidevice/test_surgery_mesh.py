@@ -12,7 +12,6 @@ from ats_jax.orchestrator.actions import (
   MergeExperts,
   PruneExpert,
   RecycleExpert,
-  ReopenExpert,
   SetPenalty,
 )
 from ats_jax.orchestrator.actions.expert_view import view_experts
@@ -35,7 +34,6 @@ EDITS = (
   MergeExperts(1, 0, 4),
   RecycleExpert(1, 2),
   PruneExpert(0, 6),
-  ReopenExpert(0, 6),
 )
 
 

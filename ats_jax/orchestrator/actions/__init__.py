@@ -6,7 +6,6 @@ from ats_jax.orchestrator.actions.experts import (
   MergeExperts,
   PruneExpert,
   RecycleExpert,
-  ReopenExpert,
   ScaleTemperature,
   SetPenalty,
 )
@@ -38,7 +37,6 @@ __all__ = [
   "MergeExperts",
   "PruneExpert",
   "RecycleExpert",
-  "ReopenExpert",
   "Repeat",
   "Rollback",
   "SaveCheckpoint",

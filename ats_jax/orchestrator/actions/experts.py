@@ -15,13 +15,13 @@ from ats_jax.orchestrator.actions.expert_view import (
   view_experts,
 )
 from ats_jax.step.optimizers import build_optimizer
-from ats_jax.step.optimizers.base import Optimizer
+from ats_jax.step.optimizers.base import Codec
 from ats_jax.step.state import TrainState
 
 
-def _optimizer(cfg: Config) -> Optimizer:
-  """What the run's optimizer says of its state, which is the same on any platform."""
-  return build_optimizer(cfg, "cpu")
+def _codecs(cfg: Config) -> tuple[Codec, ...]:
+  """Those of the run's optimizer, which are the same on any platform."""
+  return build_optimizer(cfg, "cpu").codecs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +82,7 @@ class RecycleExpert(ExpertEdit):
   def _edit(self, state: TrainState, at: StackIndex, cfg: Config, view: ExpertView) -> TrainState:
     source = view.check_recycle(cfg, self.expert)
     state = surgery.prune(state, *at, self.expert, view.twin[self.expert])
-    return surgery.split(state, *at, self.layer, source, self.expert, _optimizer(cfg).codecs)
+    return surgery.split(state, *at, self.layer, source, self.expert, _codecs(cfg))
 
 
 class PruneExpert(ExpertEdit):
@@ -96,20 +96,6 @@ class PruneExpert(ExpertEdit):
 
   def _edit(self, state: TrainState, at: StackIndex, cfg: Config, view: ExpertView) -> TrainState:
     return surgery.prune(state, *at, self.expert, view.twin[self.expert])
-
-
-class ReopenExpert(ExpertEdit):
-  """Use a closed expert with the weights that it has."""
-
-  words = "opens expert {expert} of layer {layer} again"
-
-  def _resolve(self, cfg: Config, view: ExpertView) -> Self:
-    view.check_idle(self.expert)
-    return self
-
-  def _edit(self, state: TrainState, at: StackIndex, cfg: Config, view: ExpertView) -> TrainState:
-    optimizer = _optimizer(cfg)
-    return surgery.reopen(state, *at, self.expert, optimizer.squares, optimizer.codecs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +119,7 @@ class AddExpert(LayerEdit):
     return dataclasses.replace(self, expert=expert, slot=slot)
 
   def _edit(self, state: TrainState, at: StackIndex, cfg: Config, view: ExpertView) -> TrainState:
-    return surgery.split(state, *at, self.layer, self.expert, self.slot, _optimizer(cfg).codecs)
+    return surgery.split(state, *at, self.layer, self.expert, self.slot, _codecs(cfg))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,7 +173,7 @@ class MergeExperts(LayerEdit):
     return self
 
   def _edit(self, state: TrainState, at: StackIndex, cfg: Config, view: ExpertView) -> TrainState:
-    return surgery.merge(state, *at, self.keep, self.drop, cfg.moe, _optimizer(cfg).codecs)
+    return surgery.merge(state, *at, self.keep, self.drop, cfg.moe, _codecs(cfg))
 
 
 @dataclasses.dataclass(frozen=True)

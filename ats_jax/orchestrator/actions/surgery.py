@@ -57,7 +57,7 @@ def split(state, block, repeat, layer, expert, slot, codecs):
     _put(router.direction_SD, repeat, both, direction)
   moe = _moe(state.model, block)
   first, both = _mask_of(moe, expert), _mask_of(moe, expert, slot)
-  for _, variable, axis in _kept_rows(state, block, codecs):  # each half sees half of the tokens
+  for variable, axis in _kept_rows(state, block, codecs):  # each half sees half of the tokens
     _put(variable, repeat, both, _mix(variable, repeat, 0.5 * first, axis), axis)
   return state
 
@@ -145,28 +145,8 @@ def merge(state, block, repeat, keep, drop, moe, codecs):
     _close(layer, repeat, drop, keep)
   layer = _moe(state.model, block)
   kept_mask, both = _mask_of(layer, keep), _mask_of(layer, keep, drop)
-  for _, variable, axis in _kept_rows(state, block, codecs):  # a gradient is a sum over tokens
+  for variable, axis in _kept_rows(state, block, codecs):  # a gradient is a sum over tokens
     _put(variable, repeat, kept_mask, _mix(variable, repeat, 1.0 * both, axis), axis)
-  return state
-
-
-@_edit("squares", "codecs")
-def reopen(state, block, repeat, slot, squares, codecs):
-  """Use an idle slot with the weights it has: undoes `prune`.
-
-  What the optimizer keeps of it has decayed meanwhile. Averages of gradients become 0. A 0 for one
-  of squares on a late step, when it is no longer corrected for its start, would make the first
-  updates too long (6 times at b2 = 0.999): it becomes the mean over the other open experts.
-  """
-  router = _moe(state.model, block).router
-  opened = _mask_of(_moe(state.model, block), slot)
-  others = jnp.where(opened, 0.0, router.active_S[...][repeat])
-  mean = others / jnp.maximum(jnp.sum(others), 1.0)
-  for moe in _models(state, block):
-    _put(moe.router.active_S, repeat, opened, 1.0)
-  for name, variable, axis in _kept_rows(state, block, codecs):
-    row = _mix(variable, repeat, mean, axis) if name in squares else 0.0
-    _put(variable, repeat, opened, row, axis)
   return state
 
 
@@ -201,8 +181,8 @@ class _Coded(NamedTuple):
 
 def _kept_rows(
   state: TrainState, block: tuple[int, int], codecs: tuple[Codec, ...]
-) -> list[tuple[str, Param | _Coded, int]]:
-  """The same of what the optimizer keeps, with the name of its field.
+) -> list[tuple[Param | _Coded, int]]:
+  """The same of what the optimizer keeps.
 
   An array that some optimizer keeps in another shape has rows of experts where it is like the
   parameter up to that dimension; one that sums over experts has none.
@@ -221,7 +201,7 @@ def _kept_rows(
       if array.shape[leading] == param.shape[leading]:
         if codec is not None and jax.tree.leaves(scale):
           array = _Coded(codec, array, scale)
-        rows.append((name, array, axis))
+        rows.append((array, axis))
   return rows
 
 

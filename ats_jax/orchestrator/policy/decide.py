@@ -443,9 +443,10 @@ def _remember(
     if calm and loss <= best.get(name, math.inf):
       best[name] = loss
   rate = reading.applied if calm else policy.best_rate
-  policy = policy._replace(sources=_histories(policy, reading, rises))
-  policy = policy._replace(streaks=streaks, history=history, best=best, best_rate=rate)
-  return policy._replace(start=_start(policy, reading))
+  return policy._replace(
+    sources=_histories(policy, reading, rises), start=_start(policy, reading),
+    streaks=streaks, history=history, best=best, best_rate=rate,
+  )  # fmt: skip
 
 
 def _follow_evaluations(policy: PolicyState, losses: tuple[float, ...]) -> PolicyState:

@@ -190,12 +190,7 @@ def asked_for(action: Action) -> Proposal:
 
 
 def more_room(policy: PolicyState, capacity: float | None) -> Request | None:
-  """More places for experts, if too much has been dropped for long: no balance mends that.
-
-  Args:
-    policy: after a look.
-    capacity: `moe.capacity_factor` as it is now; None if nothing is dropped.
-  """
+  """More places for experts, if too much has been dropped for long: no balance mends that."""
   looks = policy.streak("crowded")
   if capacity is None or not looks or looks % EXPERT_LOOKS:
     return None

@@ -8,25 +8,19 @@ from typing import Any
 import numpy as np
 
 from ats_jax.config.schema import Config
-from ats_jax.orchestrator.signals.interval import SCALES
+from ats_jax.orchestrator.signals.interval import SCALES, Steps
 
 SHOWN_RANGES = 4  # ranges of steps or rows in a line
 
 
-def bounded_steps(names: Sequence[str], last_step: int, rows: np.ndarray) -> dict[str, Any] | None:
+def bounded_steps(interval: Steps) -> dict[str, Any] | None:
   """Return the steps of an interval whose updates the reflex left out or shrunk; None = none.
-
-  Args:
-    names: of the columns.
-    last_step: that of the last row.
-    rows: [steps, names], `StepMetrics.values` of consecutive steps.
 
   Returns:
     left_out and shrunk: their steps; tokens: that counted in the loss of those left out; of: the
     same of the whole interval.
   """
-  column = dict(zip(names, rows.T, strict=True))
-  steps = np.arange(last_step - len(rows) + 1, last_step + 1)
+  column, steps = interval.columns, interval.numbers
   left_out = column["reflex/skipped"] > 0
   scales = [column[name] < 1.0 for name in SCALES if name in column]
   shrunk = np.any([np.zeros_like(left_out), *scales], axis=0) & ~left_out
@@ -41,22 +35,16 @@ def bounded_steps(names: Sequence[str], last_step: int, rows: np.ndarray) -> dic
   }
 
 
-def scale_changes(names: Sequence[str], last_step: int, rows: np.ndarray) -> dict[str, Any] | None:
+def scale_changes(interval: Steps) -> dict[str, Any] | None:
   """Return what became of the scale of the loss in an interval; None = nothing, or there is none.
-
-  Args:
-    names: as of `bounded_steps`, with the other arguments.
-    last_step: see there.
-    rows: see there.
 
   Returns:
     left_out: steps whose gradients overflowed; doubled: steps after which it was; scale: of the
       next step.
   """
-  column = dict(zip(names, rows.T, strict=True))
+  column, steps = interval.columns, interval.numbers
   if "train/loss_scale" not in column:
     return None
-  steps = np.arange(last_step - len(rows) + 1, last_step + 1)
   left_out, changes = column["train/skipped"] > 0, column["train/loss_scale_change"]
   if not (left_out | (changes != 1.0)).any():
     return None

@@ -180,9 +180,7 @@ def action_of(row: Mapping[str, Any]) -> Action:
 
 def compared(row: Mapping[str, Any]) -> Compared:
   """What came of a comparison."""
-  # Where an arm was not made, null came before words on why.
-  scores = ("not made" if x is None else x for x in row["scores"])
-  scores = tuple(x if isinstance(x, str) else Score.from_json(x) for x in scores)
+  scores = tuple(x if isinstance(x, str) else Score.from_json(x) for x in row["scores"])
   waiting = Score.from_json(row["waiting"])
   return Compared(Proposal.from_json(row["proposal"]), waiting, scores, row["made"])
 

@@ -3,11 +3,10 @@
 The ledger and the metrics have every look. The log has what changes.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import numpy as np
 from absl import logging
 
 from ats_jax.orchestrator.actions.base import Action
@@ -16,7 +15,7 @@ from ats_jax.orchestrator.policy.state import RISEN, Decision, Judgement, Policy
 from ats_jax.orchestrator.record.influence import bounded_steps, scale_changes
 from ats_jax.orchestrator.record.ledger import Ledger
 from ats_jax.orchestrator.signals.health import LEVELS, Health
-from ats_jax.orchestrator.signals.interval import Reading, RowsRead
+from ats_jax.orchestrator.signals.interval import Reading, RowsRead, Steps
 from ats_jax.orchestrator.trials.arms import Proposal, winner
 from ats_jax.store.paths import Path
 
@@ -61,15 +60,12 @@ class Teller:
     if not judgement.stale:
       self.health(health)
 
-  def steps(
-    self, step: int, names: Sequence[str], last: int, rows: np.ndarray, read: RowsRead | None,
-    batch_size: int,
-  ) -> None:  # fmt: skip
-    """What was left out or shrunk up to step `last`, and what tells its rows; the loss's scale."""
-    if (left := bounded_steps(names, last, rows)) is not None:
+  def steps(self, step: int, steps: Steps, read: RowsRead | None, batch_size: int) -> None:
+    """What was left out or shrunk, and what tells its rows; the loss's scale."""
+    if (left := bounded_steps(steps)) is not None:
       at, row = read or (None, None)
       self.note("bounded", step, **left, row=row, step_of_row=at, batch_size=batch_size)
-    if (scale := scale_changes(names, last, rows)) is not None:
+    if (scale := scale_changes(steps)) is not None:
       self.note("loss_scale", step, **scale)
 
   def health(self, health: Health) -> None:

@@ -1,31 +1,26 @@
 """Do the counts agree? What the device, the schedule and the data say of a step is known before."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from ats_jax.config.schema import Config
-from ats_jax.orchestrator.signals.interval import Fault, RowsRead
+from ats_jax.orchestrator.signals.interval import Fault, RowsRead, Steps
 
 Schedule = Callable[..., Any]  # see `step.schedule.learning_rate`
 ROUNDING = 1e-4  # of the highest rate; the device computes it in float32
 
 
-def wrong_counts(
-  cfg: Config, schedule: Schedule | None, names: Sequence[str], last_step: int, rows: np.ndarray
-) -> list[Fault]:
-  """What an interval reports that cannot be of its steps.
+def wrong_counts(cfg: Config, schedule: Schedule | None, steps: Steps) -> list[Fault]:
+  """What an interval reports that cannot be of its steps, which the host counts.
 
   Args:
     cfg: the run.
     schedule: gives the learning rate; None = it is not compared.
-    names: of the columns.
-    last_step: that of the last row, by the host's count.
-    rows: [steps, names], `StepMetrics.values` of consecutive steps.
+    steps: the interval.
   """
-  column = dict(zip(names, rows.T, strict=True))
-  before = np.arange(last_step - len(rows), last_step)  # updates done before each
+  column, before = steps.columns, steps.numbers - 1  # updates done before each
   if "reflex/step" in column:
     counted = column["reflex/step"]
     off = np.flatnonzero(counted != before.astype(np.float32))

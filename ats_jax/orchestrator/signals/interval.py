@@ -11,6 +11,30 @@ SCALES = ("reflex/grad_scale", "reflex/rate_scale")  # 1 if all is well
 Sums = tuple[jax.Array, ...]  # what an eval step returned for each part of the probe
 
 
+class Steps(NamedTuple):
+  """What consecutive steps reported.
+
+  Attributes:
+    names: of the columns of `rows`.
+    last: the last step.
+    rows: [steps, names], `StepMetrics.values`.
+  """
+
+  names: Sequence[str]
+  last: int
+  rows: np.ndarray
+
+  @property
+  def numbers(self) -> np.ndarray:
+    """Of each row, which step it is of."""
+    return np.arange(self.last - len(self.rows) + 1, self.last + 1)
+
+  @property
+  def columns(self) -> dict[str, np.ndarray]:
+    """The values of each metric, by name."""
+    return dict(zip(self.names, self.rows.T.astype(np.float64), strict=True))
+
+
 class RowsRead(NamedTuple):
   """How far the loader was after some updates: `row` training rows were read up to `step`."""
 
@@ -58,8 +82,6 @@ class Reading(NamedTuple):
     sound: whether weights and the held-out loss are finite after `step`.
     nonfinite: with a loss or gradient that was not finite.
     broken: number of such steps in a row at the end of the interval.
-    skipped: whose update was left out, as something was not finite.
-    shrunk: in which a tensor's gradient was.
     held_steps: in a row at the end whose learning rate was held.
     learning_rate: the schedule's rate at the end, without the policy's own factor.
     applied: learning rate, at the end.
@@ -83,8 +105,6 @@ class Reading(NamedTuple):
   sound: bool
   nonfinite: int
   broken: int
-  skipped: int
-  shrunk: int
   held_steps: int
   learning_rate: float
   applied: float
@@ -106,34 +126,26 @@ class Reading(NamedTuple):
 
 
 def sum_up(
-  names: Sequence[str],
-  last_step: int,
-  rows: np.ndarray,
-  held: Mapping[str, float] | None = None,
-  tensors: Sequence[str] = (),
+  steps: Steps, held: Mapping[str, float] | None = None, tensors: Sequence[str] = ()
 ) -> Reading:
   """Sum up an interval.
 
   Args:
-    names: names of the columns: `StepMetrics.names` of a run with a reflex.
-    last_step: step of the last row.
-    rows: [steps, names], `StepMetrics.values` of consecutive steps.
+    steps: of a run with a reflex.
     held: loss on held-out text after the last step, by domain; None if it was not measured.
     tensors: their names.
   """
-  column = dict(zip(names, rows.T.astype(np.float64), strict=True))
+  column = steps.columns
   last = {name: float(values[-1]) for name, values in column.items()}
   weights_are_finite = np.isfinite(last["train/param_norm"])
   return Reading(
-    first=last_step - len(rows) + 1,
-    step=last_step,
+    first=steps.last - len(steps.rows) + 1,
+    step=steps.last,
     loss=_median(column["train/loss"]),
     held=held or {},
     sound=bool(weights_are_finite and np.isfinite([*(held or {}).values()]).all()),
     nonfinite=int(np.sum(column["reflex/broken"] > 0)),
     broken=int(last["reflex/broken"]),
-    skipped=int(np.sum(column["reflex/skipped"])),
-    shrunk=int(np.sum(column["reflex/grad_scale"] < 1.0)),
     held_steps=int(last["reflex/held"]),
     learning_rate=last["train/scheduled_rate"],
     applied=last["train/learning_rate"],

@@ -1,6 +1,6 @@
 """The training loss of each source against its own history: did its text change, or the model?"""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +12,7 @@ from ats_jax.orchestrator.constants import (
   SOURCE_MARGIN,
   SOURCE_SIGMAS,
 )
-from ats_jax.orchestrator.signals.interval import RowsRead, SourceLoss
+from ats_jax.orchestrator.signals.interval import RowsRead, SourceLoss, Steps
 
 SHOWN_DOCUMENTS = 3
 EXPLANATIONS = {
@@ -63,24 +63,18 @@ def has_other_share(history: History, now: SourceLoss) -> bool:
 
 
 def where(
-  source: str,
-  names: Sequence[str],
-  rows: np.ndarray,
-  read: RowsRead,
-  batch_size: int,
-  origin: Callable[[int], Origin],
+  source: str, steps: Steps, read: RowsRead, batch_size: int, origin: Callable[[int], Origin]
 ) -> str:
   """Which rows of a source are those of the step in which its loss was highest, in words.
 
   Args:
     source: its name.
-    names: of the columns.
-    rows: [steps, names], `StepMetrics.values` of the steps up to `read`.
+    steps: those up to `read`.
     read: where the loop was behind the last of them.
     batch_size: rows of a step.
     origin: says where a row of the run comes from.
   """
-  losses = rows[:, list(names).index(f"train/{source}/loss")]
+  losses = steps.columns[f"train/{source}/loss"]
   at = int(np.nanargmax(losses))
   end = read.row - (len(losses) - 1 - at) * batch_size
   origins = [origin(row) for row in range(end - batch_size, end)]

@@ -27,6 +27,7 @@ from ats_jax.orchestrator.signals.interval import (
   Fault,
   Reading,
   RowsRead,
+  Steps,
   Sums,
   probe_sums,
   sum_up,
@@ -187,13 +188,14 @@ class Watch:
     """Steps of comparisons took the time since: it is no training."""
     self._clock.lap(max(steps, 1))
 
-  def read(self, pending: Pending) -> tuple[Reading, np.ndarray]:
-    """What was gathered, and the metrics of its steps as an array [steps, names]."""
-    rows, losses, metrics = np.stack(jax.device_get(pending.rows)), {}, dict[str, float]()
+  def read(self, pending: Pending) -> tuple[Reading, Steps]:
+    """What was gathered, and the metrics of its steps."""
+    steps = Steps(self.names, pending.step, np.stack(jax.device_get(pending.rows)))
+    losses, metrics = {}, dict[str, float]()
     if self.probe is not None and pending.probe is not None:
       losses = self.probe.losses(pending.probe)
-    reading = sum_up(self.names, pending.step, rows, losses, self._tensors)
-    reading = reading._replace(faults=self._faults(pending, rows))
+    reading = sum_up(steps, losses, self._tensors)
+    reading = reading._replace(faults=self._faults(pending, steps))
     if self.probe is not None:
       reading = reading._replace(rules=dataclasses.astuple(pending.rules))
     if pending.logits is not None:
@@ -210,19 +212,19 @@ class Watch:
     if self._experts is not None:
       reading = reading._replace(starved=self._experts.starved(jax.device_get(pending.loads)))
     self.laps = [*self.laps, pending.host][-REMEMBERED_LAPS:]
-    return reading._replace(looked=metrics), rows
+    return reading._replace(looked=metrics), steps
 
-  def _faults(self, pending: Pending, rows: np.ndarray) -> tuple[Fault, ...]:
+  def _faults(self, pending: Pending, steps: Steps) -> tuple[Fault, ...]:
     cfg, disagree = self.program.cfg, ()
     if self.probe is not None and pending.probe is not None and pending.again is not None:
       disagree = self.probe.disagreement(self.program, pending.probe, pending.again)
-    counts = wrong_counts(cfg, self._schedule, self.names, pending.step, rows)
+    counts = wrong_counts(cfg, self._schedule, steps)
     elsewhere = wrong_position(cfg, self._begin, pending.read)
     return (*self._copies.faults(pending.copies), *elsewhere, *disagree, *counts)
 
   def causes(
     self, judgement: Judgement, logits: tuple[int, Sequence[float]], reading: Reading,
-    pending: Pending, rows: np.ndarray,
+    pending: Pending, steps: Steps,
   ) -> list[Cause]:  # fmt: skip
     """What is worth a word of what was read last, beside its means.
 
@@ -230,19 +232,19 @@ class Watch:
       judgement: what was concluded.
       logits: a step, and the largest attention logits then, which are usual.
       reading: what `read` gave of `pending`.
-      pending: the steps.
-      rows: their metrics.
+      pending: the interval.
+      steps: its metrics.
     """
     since, usual = logits
     of_weights = *risen(judgement.above), *grown_logits(reading.logits, usual, since), *self._moved
-    return [*of_weights, *(self._cause_of(rise, pending, rows) for rise in judgement.rises)]
+    return [*of_weights, *(self._cause_of(rise, pending, steps) for rise in judgement.rises)]
 
-  def _cause_of(self, rise: Rise, pending: Pending, rows: np.ndarray) -> Cause:
+  def _cause_of(self, rise: Rise, pending: Pending, steps: Steps) -> Cause:
     """What is said of a source whose training loss has risen: also which rows and files."""
     at = ""
     if self._loop is not None and pending.read is not None:
       batch_size, origin = self.program.cfg.data.batch_size, self._loop.origin
-      at = f"; {where(rise.source, self.names, rows, pending.read, batch_size, origin)}"
+      at = f"; {where(rise.source, steps, pending.read, batch_size, origin)}"
     return Cause(f"source {rise.source}", 1, rise.says + at)
 
   def scoring(self, rules: Pass) -> dict[str, Any]:

@@ -103,26 +103,12 @@ class Comparison:
   def __init__(
     self, step: int, state: TrainState, proposal: Proposal, saved: Saved, held: Mapping[str, float]
   ):
-    """Begin after `step` updates; the copy of `state` begins here.
-
-    Args:
-      step: updates done.
-      state: where the arms part.
-      proposal: what is compared.
-      saved: position of the loop.
-      held: loss of `state` on held-out text, as `Means.held` gives it.
-    """
+    """Begin after `step` updates with a copy of `state`, whose held-out loss is `held`."""
     self.first, self.proposal, self.metrics = step, proposal, list[StepMetrics]()
     self._here, self._held, self._made = Snapshot.take(step, state, saved), held, 0
 
   def end(self, step: int, state: TrainState, means: Means) -> Ended:
-    """Make the other arms up to `step`, and return the best state. Waits for the devices.
-
-    Args:
-      step: updates done.
-      state: where the run itself is; its memory is freed.
-      means: makes the arms.
-    """
+    """Make the other arms up to `step`, and return the best state in place of `state`. Waits."""
     seen = self._seen_batches(means)
     waiting = best = _score(means, state.model, self.metrics, seen)
     if is_mended(self.proposal, waiting):

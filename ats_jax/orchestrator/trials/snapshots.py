@@ -84,12 +84,7 @@ class Snapshots:
     return cls(cfg.snapshot_interval, int(cfg.snapshot_gb * 2**30))
 
   def fits(self, state: TrainState, further: int = 0) -> bool:
-    """Whether all copies of this process's part of `state` fit in the memory allowed.
-
-    Args:
-      state: on the devices.
-      further: copies beside the ring's.
-    """
+    """Whether this process's part of `state` fits in the memory allowed, `further` copies too."""
     return (COPIES + further) * local_bytes(state) <= self._max_bytes
 
   def start(self, step: int, state: TrainState, saved: Mapping[str, Any] | None = None) -> None:

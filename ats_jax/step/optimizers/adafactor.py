@@ -38,5 +38,4 @@ def adafactor(cfg: Config, platform: str, kernels: Kernels = XLA) -> Optimizer:
     optax.chain(*clipping(cfg, platform), tx, *decoupled_decay(cfg)),
     platform,
     recount=recount,
-    squares=frozenset({"v", "v_row", "v_col"}),
   )

@@ -69,7 +69,6 @@ def adamw(cfg: Config, platform: str, kernels: Kernels = XLA) -> Optimizer:
     recount,
     check=functools.partial(check_moments, b1=b1, b2=b2),
     refit=functools.partial(within_bound, b1=b1, b2=b2),
-    squares=frozenset({"nu"}),
   )
 
 

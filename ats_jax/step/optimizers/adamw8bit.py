@@ -171,7 +171,6 @@ def adamw8bit(cfg: Config, platform: str, kernels: Kernels = XLA) -> Optimizer:
     recount=recount,
     check=functools.partial(_check, o),
     refit=functools.partial(_refit, o),
-    squares=frozenset({"nu"}),
     codecs=(FirstMoment(o.block_size), SecondMoment(o.block_size)),
   )
 

@@ -88,7 +88,7 @@ class Optimizer:
 
   Its state for each parameter is in trees like the model, anywhere in `opt_state`. Code that edits
   the experts of a model edits these trees too (`per_parameter`); it needs to know only
-  `squares` and `codecs`.
+  `codecs`.
 
   Attributes:
     tx: gradients to directions of descent of unit learning rate; parameters move by -lr times them.
@@ -103,9 +103,6 @@ class Optimizer:
       Removes the elements if `armed`, and marks them in any case; None = nothing can be checked.
     refit: `(opt_state) -> opt_state`: a state that was made with other settings as these could have
       left it, so that `check` finds nothing; None = as it is.
-    squares: names of the fields of its state that hold averages of squares. They are never
-      negative, and must not be 0 in a row that is reset late in a run. All other fields are
-      averages of gradients, which are reset to 0.
     average: `(params, opt_state) -> params`: the weights for evaluation, generation and exports, if
       `OptimizerConfig.has_average`; None = those that are trained.
     codecs: of the fields of its state whose numbers are coded.
@@ -117,7 +114,6 @@ class Optimizer:
   recount: Callable[[optax.OptState, jax.Array], tuple[optax.OptState, jax.Array]] | None = None
   check: Check | None = None
   refit: Callable[[optax.OptState], optax.OptState] | None = None
-  squares: frozenset[str] = frozenset()
   average: Callable[[Any, optax.OptState], Any] | None = None
   codecs: tuple[Codec, ...] = ()
 

@@ -28,7 +28,6 @@ def for_matrices(
   platform: str,
   of_matrices: optax.GradientTransformation,
   check: Check | None = None,
-  squares: frozenset[str] = frozenset(),
   *,
   decays: bool = True,
 ) -> Optimizer:
@@ -41,7 +40,6 @@ def for_matrices(
     platform: where it runs.
     of_matrices: gradients of matrices to directions.
     check: see `Optimizer.check`, of its state.
-    squares: see `Optimizer.squares`, of its state.
     decays: whether the matrices decay.
   """
   o = cfg.optimizer
@@ -59,7 +57,6 @@ def for_matrices(
     recount=recount,
     check=functools.partial(_check_all, checks),
     refit=functools.partial(within_bound, b1=b1, b2=b2),
-    squares=frozenset({"nu"}) | squares,
   )
 
 

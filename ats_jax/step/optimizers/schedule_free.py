@@ -48,7 +48,6 @@ def schedule_free(cfg: Config, platform: str, kernels: Kernels = XLA) -> Optimiz
     platform,
     recount=recount,
     average=averaged,
-    squares=frozenset({"nu"}),
   )
 
 

@@ -12,17 +12,17 @@ INTERVAL = 10
 ACT = OrchestratorConfig(mode="act", check_interval=INTERVAL)
 MEANS = {"train/loss": 2.0, "train/param_norm": 10.0, "train/update_norm": 0.01}
 HEALTHY: dict[str, Any] = dict(
-  loss=2.0, probe=2.0, sound=True, nonfinite=0, broken=0, skipped=0,
-  shrunk=0, held_steps=0, learning_rate=1e-3, applied=1e-3, means=MEANS,
+  loss=2.0, probe=2.0, sound=True, nonfinite=0, broken=0,
+  held_steps=0, learning_rate=1e-3, applied=1e-3, means=MEANS,
 )  # fmt: skip
 # What each fault looks like; with a held-out loss of 2 before it.
-NAN_STATE = dict(sound=False, probe=math.nan, nonfinite=10, broken=10, skipped=10)
+NAN_STATE = dict(sound=False, probe=math.nan, nonfinite=10, broken=10)
 EDITED = dict(wrong=1, tensor="layers/0/attn/q")  # and no harm done
 BAD_STATE = EDITED | dict(probe=5.0, loss=5.0)
 WORSE = dict(probe=2.5)
 BAD_DATA = dict(loss=5.0)
 UNEQUAL_COPIES = dict(faults=(Fault("state", "the copies of head/weight are not equal"),))
-NAN_GRADIENT = dict(nonfinite=10, broken=10, skipped=10, loss=math.nan)
+NAN_GRADIENT = dict(nonfinite=10, broken=10, loss=math.nan)
 
 
 def reading(number: int, **changes: Any) -> Reading:

@@ -15,7 +15,7 @@ from ats_jax.orchestrator.actions import CorrectStep, Stop
 from ats_jax.orchestrator.record import ledger
 from ats_jax.orchestrator.record.narrate import tell
 from ats_jax.orchestrator.signals.counts import wrong_counts, wrong_position
-from ats_jax.orchestrator.signals.interval import Fault, RowsRead
+from ats_jax.orchestrator.signals.interval import Fault, RowsRead, Steps
 from ats_jax.orchestrator.signals.probe import Probe
 from ats_jax.step.schedule import learning_rate
 
@@ -141,19 +141,20 @@ def test_the_host_knows_the_rate_of_each_step(schedule):
   assert isinstance(known, np.ndarray)
   np.testing.assert_allclose(known, of_steps, atol=1e-5 * cfg.optimizer.learning_rate)
   columns = lambda rates: rates[100:110, None]
-  find = lambda rates: wrong_counts(cfg, learning_rate, ("train/scheduled_rate",), 110, rates)
+  steps_of = lambda rates: Steps(("train/scheduled_rate",), 110, rates)
+  find = lambda rates: wrong_counts(cfg, learning_rate, steps_of(rates))
   assert find(columns(of_steps)) == []
   (fault,) = find(30 * columns(of_steps))
   assert fault.cause == "count" and "update 101 " in fault.reason
-  assert wrong_counts(cfg, None, ("train/scheduled_rate",), 110, 30 * columns(of_steps)) == []
+  assert wrong_counts(cfg, None, steps_of(30 * columns(of_steps))) == []
 
 
 def test_the_counter_itself_is_compared_where_the_step_reports_it():
   cfg = tiny_config()
   rows = np.arange(10, 15, dtype=np.float32)[:, None]
-  assert wrong_counts(cfg, None, ("reflex/step",), 15, rows) == []
+  assert wrong_counts(cfg, None, Steps(("reflex/step",), 15, rows)) == []
   rows[3] += 4
-  assert wrong_counts(cfg, None, ("reflex/step",), 15, rows) == [
+  assert wrong_counts(cfg, None, Steps(("reflex/step",), 15, rows)) == [
     Fault("count", "the state's step says 18 of update 14")
   ]
 

@@ -216,17 +216,24 @@ def test_first_steps_that_turn_the_weights_over_are_made_again_more_slowly(
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("rate", "wins"), [(0.02, True), (30.0, False)])
-def test_what_a_hook_wants_tried_is_done_only_if_it_wins(program, asked, rate, wins, tmp_path):
-  """A rate of a fiftieth is far too low, and one of thirty times as much too high."""
-  asked |= {EVERY * 12: hooks.Try(SetLearningRateScale(1.0 if wins else rate))}
-  start = SetLearningRateScale(rate if wins else 1.0)
+@pytest.mark.parametrize(
+  ("kind", "odd", "wins"),
+  [
+    (SetLearningRateScale, 0.02, True),  # far too low
+    (SetLearningRateScale, 30.0, False),  # and too high
+    (SetWeightDecay, 1000.0, True),
+    (SetWeightDecay, 0.0, False),  # not felt within two looks
+  ],
+)
+def test_what_a_hook_wants_tried_is_done_only_if_it_wins(program, asked, kind, odd, wins, tmp_path):
+  asked |= {EVERY * 12: hooks.Try(kind(1.0 if wins else odd))}
+  start = kind(odd if wins else 1.0)
   run = Run(program, tmp_path / "decisions.jsonl")
   run.state = start.apply(run.state, CFG)
   run(EVERY * 20)
   decisions = run.end()
   assert [d.cause for _, d in decisions] == (["comparison"] if wins else [])
-  assert float(run.state.control.lr_scale) == 1.0 and replays(run)
+  assert float(getattr(run.state.control, kind.scalar)) == 1.0 and replays(run)
   (row,) = run.lines("comparison")
   assert row["made"] == SPAN and not run.supervisor._requests.waiting
 

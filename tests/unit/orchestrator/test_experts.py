@@ -6,7 +6,13 @@ import pytest
 from fed import Run
 from helpers import random_rows
 
-from ats_jax.orchestrator.actions import RecycleExpert
+from ats_jax.orchestrator import hooks
+from ats_jax.orchestrator.actions import (
+  PruneExpert,
+  RecycleExpert,
+  ScaleTemperature,
+  SetExpertDropout,
+)
 from ats_jax.orchestrator.actions.expert_view import find_layer, view_experts
 from ats_jax.orchestrator.constants import EXPERT_LOOKS, SPAN_LOOKS
 from ats_jax.orchestrator.record import ledger
@@ -51,6 +57,38 @@ def test_a_dead_expert_is_recycled_and_learns(mesh, tmp_path):
   assert view_experts(CFG, run.state, LAYER).twin[DEAD] >= 0
   assert program.train_step._cache_size() == programs
   assert run.metrics.layers["moe/load"][0, DEAD] > 0.05
+  assert ledger.replay(run.path) == ledger.decisions(run.path)
+
+
+def spoil(state):
+  """What expert `DEAD` adds is far too large."""
+  (segment, member), repeat = find_layer(CFG, LAYER)
+  down = state.model.segments[segment].layers[member].mlp.down.weight
+  factors = np.ones((*down.shape[:2], 1, 1), np.float32)
+  factors[repeat, DEAD] = 100.0
+  down[...] = down[...] * factors
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+  ("action", "is_spoilt"),
+  [
+    (PruneExpert(LAYER, DEAD), True),
+    (PruneExpert(LAYER, DEAD), False),
+    (ScaleTemperature(2.0), False),
+    (SetExpertDropout(0.5), False),
+  ],
+)
+def test_a_sound_layer_is_left_alone(mesh, tmp_path, asked, action, is_spoilt):
+  """What is tried on it loses its comparison; where an expert does harm, closing it wins."""
+  asked |= {64: hooks.Try(action)}
+  run = Run(canonical.program(CFG), tmp_path / "decisions.jsonl")(64)
+  if is_spoilt:
+    spoil(run.state)
+  run(4 * 6)
+  decisions = [decision.action for _, decision in run.end()]
+  assert decisions == ([action] if is_spoilt else []) and len(run.lines("comparison")) == 1
+  assert view_experts(CFG, run.state, LAYER).is_open[DEAD] != is_spoilt
   assert ledger.replay(run.path) == ledger.decisions(run.path)
 
 

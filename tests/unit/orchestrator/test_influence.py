@@ -8,6 +8,7 @@ from ats_jax.orchestrator.record.influence import (
   tell_bounded,
   tell_scale,
 )
+from ats_jax.orchestrator.signals.interval import Steps
 
 NAMES = ("train/tokens", "reflex/skipped", "reflex/grad_scale", "reflex/rate_scale")
 USUAL = (100.0, 0.0, 1.0, 1.0)
@@ -16,15 +17,15 @@ SHRUNK = (100.0, 0.0, 0.5, 1.0)
 
 
 def line(last_step, *rows, **changes):
-  found = bounded_steps(NAMES, last_step, np.array(rows, np.float32))
+  found = bounded_steps(Steps(NAMES, last_step, np.array(rows, np.float32)))
   assert found is not None
   where = {"row": 8 * last_step, "step_of_row": last_step, "batch_size": 8}
   return {**found, **where, **changes}
 
 
 def test_steps_with_their_whole_influence_are_no_story():
-  assert bounded_steps(NAMES, 4, np.array([USUAL] * 4)) is None
-  assert bounded_steps(NAMES[:2], 4, np.array([USUAL[:2]] * 4)) is None
+  assert bounded_steps(Steps(NAMES, 4, np.array([USUAL] * 4))) is None
+  assert bounded_steps(Steps(NAMES[:2], 4, np.array([USUAL[:2]] * 4))) is None
 
 
 def test_steps_tokens_and_rows_are_told():
@@ -45,11 +46,11 @@ def test_the_last_row_is_where_the_loop_was():
 
 def test_what_becomes_of_the_scale_of_the_loss():
   names = ["train/loss_scale", "train/loss_scale_change", "train/skipped"]
-  found = scale_changes(names, 8, np.array([[8, 0.5, 1], [4, 0.5, 1], [2, 1, 0], [2, 2, 0]]))
+  found = scale_changes(Steps(names, 8, np.array([[8, 0.5, 1], [4, 0.5, 1], [2, 1, 0], [2, 2, 0]])))
   assert found == {"left_out": [5, 6], "doubled": [8], "scale": 4.0}
   assert tell_scale(found) == (
     "loss scale: 4; gradients overflowed in 2 batches (steps 5-6), which are left out; doubled "
     "after steps 8"
   )
-  assert scale_changes(names, 8, np.array([[8, 1, 0]] * 4)) is None
-  assert scale_changes(["train/loss"], 8, np.ones((4, 1))) is None
+  assert scale_changes(Steps(names, 8, np.array([[8, 1, 0]] * 4))) is None
+  assert scale_changes(Steps(["train/loss"], 8, np.ones((4, 1)))) is None

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from helpers import counting_rows, micro_batches
 
-from ats_jax.config.names import flatten
 from ats_jax.orchestrator import actions, hooks
 from ats_jax.orchestrator.record import ledger
 from ats_jax.orchestrator.record.narrate import tell
@@ -88,10 +87,11 @@ def test_the_table_of_interventions_names_what_there_is():
   for row in table.splitlines():
     if not re.match(r"\|[`a-z]", row) or row.startswith("|intervention"):
       continue
-    _, where, _, settings = row.split("|")[1:-1]
+    _, where, _, tests = row.split("|")[1:-1]
     for name in re.findall(r"`(\w+[.]?\w+)`", where):
       module, _, attribute = name.rpartition(".")
       sources = [file.read_text() for file in files if module and file.stem == module]
       defined = any(re.search(rf"^(def|class) {attribute}\b", s, re.M) for s in sources)
       assert defined or name in {*actions.KINDS, "bench"}, name
-    assert set(re.findall(r"`([\w.]+)`", settings)) <= flatten(CFG).keys()
+    for name in tests.split(", "):
+      assert list((DOC.parents[2] / "tests").rglob(f"test_{name}.py")), name

@@ -16,7 +16,7 @@ from ats_jax.data.batch import SOURCE
 from ats_jax.data.rows.origin import Origin
 from ats_jax.orchestrator.constants import SETTLING_LOOKS, SOURCE_LOOKS
 from ats_jax.orchestrator.policy import triggers
-from ats_jax.orchestrator.signals.interval import RowsRead, SourceLoss, source_losses
+from ats_jax.orchestrator.signals.interval import RowsRead, SourceLoss, Steps, source_losses
 from ats_jax.orchestrator.signals.sources import where
 from ats_jax.step.by_source import BySource
 from ats_jax.step.program import make_program
@@ -111,19 +111,19 @@ def test_an_interval_is_summed_up_by_tokens():
 
 def test_rows_and_files_of_the_worst_step_are_named():
   names, losses = ["train/loss", "train/code/loss"], [1.0, 4.0, np.nan]
-  rows = np.array([[2.0, loss] for loss in losses])
+  steps = Steps(names, 30, np.array([[2.0, loss] for loss in losses]))
 
   def origin(row):  # every other row is of the source
     return Origin(("web", "code")[row % 2 :][:1], row // 2, (f"{'ab'[row % 4 // 2]}.txt:{row}",))
 
-  says = where("code", names, rows, RowsRead(30, 1000), 8, origin)
+  says = where("code", steps, RowsRead(30, 1000), 8, origin)
   # The last step read rows 992 to 999.
   assert says == (
     "4 at the worst in step 29, rows 492 to 495 of the source (a.txt:985, b.txt:987, a.txt:989 "
     "and 1 more)"
   )
   elsewhere = lambda row: Origin(("web",), row, ())
-  assert where("code", names, rows, RowsRead(30, 1000), 8, elsewhere) == says.split(",")[0]
+  assert where("code", steps, RowsRead(30, 1000), 8, elsewhere) == says.split(",")[0]
 
 
 @pytest.mark.thorough

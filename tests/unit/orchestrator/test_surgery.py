@@ -21,7 +21,6 @@ from ats_jax.orchestrator.actions import (
   MergeExperts,
   PruneExpert,
   RecycleExpert,
-  ReopenExpert,
   SetPenalty,
   surgery,
 )
@@ -294,20 +293,6 @@ def test_a_dead_expert_is_pruned_or_recycled(run):
   assert np.array(metrics.layers["moe/load"])[LAYER, dead] == 0.0
 
 
-def test_a_pruned_expert_comes_back_with_sound_moments(run):
-  before = run.state()
-  least = int(view_experts(CFG, before, LAYER).load.argsort()[4])
-  state = PruneExpert(LAYER, least).apply(run.state(), CFG)
-  assert EXACT < run.loss(state) - run.loss(before) < 0.5
-  state = ReopenExpert(LAYER, least).apply(state, CFG)
-  assert run.loss(state) == run.loss(before)
-  others = [s for s in (0, 2, 4, 6) if s != least]
-  mu, nu = (experts_of(m, CFG, LAYER) for m in (state.opt_state[0].mu, state.opt_state[0].nu))
-  for name in mu:
-    assert not mu[name][least].any()
-    np.testing.assert_allclose(nu[name][least], nu[name][others].mean(0), 1e-5)
-
-
 def test_merging_a_fresh_pair_is_exact_and_a_trained_one_close(run):
   state, one, two = split_run(run)
   before = run.loss(state)
@@ -389,7 +374,6 @@ def test_what_cannot_be_done_is_refused_and_changes_nothing(run):
     (SetPenalty, (LAYER, one, -1.0), "penalty=-1.0 is not in"),
     (SetPenalty, (LAYER, one, float("nan")), "penalty=nan is not in"),
     (PruneExpert, (LAYER, idle), "is idle"),
-    (ReopenExpert, (LAYER, 0), "slot 0 is in use"),
     (RecycleExpert, (LAYER, idle), "is idle"),
     (MergeExperts, (LAYER, 0, 0), "cannot be merged with itself"),
     (MergeExperts, (LAYER, one, 0), "is a half"),

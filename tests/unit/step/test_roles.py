@@ -35,7 +35,7 @@ def both(cfg, of_matrices):
   by_role = {role: "matrices" if role in MATRICES else "rest" for role in Role}
   labels = lambda params: jax.tree.map(by_role.get, roles(params))
   parts = {"matrices": of_matrices, "rest": rest.tx}
-  return Optimizer(optax.partition(parts, labels), rest.platform, squares=rest.squares)
+  return Optimizer(optax.partition(parts, labels), rest.platform)
 
 
 class Few(nnx.Module):

@@ -106,14 +106,16 @@ def test_a_larger_batch_reads_each_row_once(config, tmp_path, asked):
   assert logged(tmp_path, "train/learning_rate")[22] == pytest.approx(2**0.5 * 1e-3)
 
 
-def test_precision_changes_and_a_checkpoint_is_saved_on_request(
+def test_precision_and_remat_change_and_a_checkpoint_is_saved_on_request(
   config, tmp_path, asked, monkeypatch
 ):
   compiled = compiled_steps(monkeypatch)
-  asked |= {8: SaveCheckpoint(), 20: ChangeSettings((("precision.compute_dtype", "bfloat16"),))}
+  other = (("precision.compute_dtype", "bfloat16"), ("step.remat", "full"))
+  asked |= {8: SaveCheckpoint(), 20: ChangeSettings(other)}
   train(config(num_steps=24), tmp_path)
   assert committed_steps(tmp_path / workdir.CHECKPOINTS) == [12, 20, 24]
-  assert [c.precision.compute_dtype for c, *_ in compiled] == ["float32", "bfloat16"]
+  changed = [(c.precision.compute_dtype, c.step.remat) for c, *_ in compiled]
+  assert changed == [("float32", "none"), ("bfloat16", "full")]
   with load_run(tmp_path) as run:
     assert run.program.num.compute_dtype == "bfloat16"
   loss = logged(tmp_path, "train/loss")
