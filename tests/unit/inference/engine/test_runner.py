@@ -80,6 +80,12 @@ def test_texts_of_ragged_prompts_are_those_of_the_full_forward_pass(kind, mesh):
   assert len({token for drawn in found for token in drawn}) > 5
 
 
+def test_a_single_key_value_head_is_packed_with_the_queries(mesh):
+  cfg = canonical.config("dense", {"model.num_kv_heads": 1})
+  attn = served(canonical.model(cfg), canonical.program(cfg)).layers[0].attn
+  assert attn.q.weight.matrix.shape == ((4 + 1 + 1) * 8, 32) and attn.k.weight is None
+
+
 def test_draws_of_a_seed_are_those_of_one_text_after_the_other(mesh):
   cfg = canonical.config("dense", LOUD)
   drawing = SampleConfig(
