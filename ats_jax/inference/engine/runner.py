@@ -6,7 +6,7 @@ Letters: B rows of a call, R rows of the engine, T tokens, W pages of a row, V v
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,9 +26,13 @@ from ats_jax.sharding.apply import reshard
 from ats_jax.sharding.rules import spec
 from ats_jax.step.program import Program
 
+if TYPE_CHECKING:  # few engines score
+  from ats_jax.inference.engine.score import Part
+
 # Sizes for which programs are compiled; fewer rows, and shorter chunks, are filled up.
 NUMBERS_OF_ROWS = (1, 4, 16, 64, 256)
 LEAST_TOKENS = 32
+TOKENS_OF_SCORES = 128  # whose scores of the whole vocabulary are in memory at once
 SHARE_OF_MEMORY = 0.85  # of what weights leave free that pages may take, beside activations
 
 
@@ -123,6 +127,7 @@ class ModelRunner:
     self._decode_program = jax.jit(
       of_model.decode, donate_argnames="state", static_argnames="which"
     )
+    self._score_program = jax.jit(of_model.score, donate_argnames="state", static_argnames="whole")
 
   def _empty(self) -> State:
     zeros = lambda sizes: jnp.zeros(
@@ -240,6 +245,34 @@ class ModelRunner:
       self._settings = asked, settings, Draw.of(asked)
     return self._settings[1:]
 
+  def score(self, parts: "Sequence[Part]", shape: tuple[int, int]) -> tuple[jax.Array, jax.Array]:
+    """Start a step of parts of known texts (`score.Runner`)."""
+    if self._state.token_R.is_deleted():  # as in `run`
+      self._state = self._empty()
+    ids, targets = np.zeros(shape, np.int32), np.full(shape, -1, np.int32)
+    index = np.full(shape, -1, np.int32)
+    of_rows = np.zeros((shape[0], 2), np.int32)
+    of_rows[:, 0] = self.max_rows
+    for row, part in enumerate(parts):
+      length = len(part.ids)
+      ids[row, :length], targets[row, :length] = part.ids, part.targets
+      index[row, :length] = part.start + np.arange(length)
+      of_rows[row] = part.row, part.first
+    spare = [()] * (shape[0] - len(parts))
+    table = self._table([*(part.pages for part in parts), *spare], max(len(p.pages) for p in parts))
+    whole = all(part.start == 0 for part in parts) and not self.skips
+    self._state, scores = self._score_program(
+      self._weights, self._state, ids, index, targets, table, of_rows, whole=whole
+    )
+    for array in scores:
+      array.copy_to_host_async()
+    return scores
+
+  def scores(self, handle: tuple[jax.Array, jax.Array]) -> tuple[np.ndarray, np.ndarray]:
+    """Wait for such a step."""
+    logprob_BT, likeliest_BT = handle
+    return np.asarray(logprob_BT), np.asarray(likeliest_BT)
+
 
 def _pages_that_fit(each: int) -> int:
   """How many pages of so many bytes the device has room for."""
@@ -336,6 +369,52 @@ class _Model(NamedTuple):
     ids_B1, index_B1 = state.token_R[row_B][:, None], index_B[:, None]
     x_BTD, state = self._extend(model, state, ids_B1, index_B1, row_B, view)
     return _draw(model, state, x_BTD[:, 0], row_B, index_B, settings, allowed_V, which, 1)
+
+  def score(
+    self,
+    weights: list[jax.Array],
+    state: State,
+    ids_BT: jax.Array,
+    index_BT: jax.Array,
+    target_BT: jax.Array,
+    table_BW: jax.Array,
+    of_rows: jax.Array,
+    *,
+    whole: bool,
+  ) -> tuple[State, tuple[jax.Array, jax.Array]]:
+    """Read parts of texts, and score the tokens behind theirs.
+
+    Args:
+      weights: of the model.
+      state: donated.
+      ids_BT: int32 [B, T] the tokens, filled up.
+      index_BT: int32 [B, T] their positions; -1 = filled up.
+      target_BT: int32 [B, T] the tokens behind them; -1 = not asked for.
+      table_BW: int32 [B, W] pages of the rows.
+      of_rows: int32 [B, 2]: rows, and whether each begins anew.
+      whole: nothing of the rows was read before.
+
+    Returns:
+      The logarithms of the targets' probabilities among all tokens of the model, float32 [B, T],
+      and whether each is the likeliest.
+    """
+    model, (row_B, first_B) = self.structure.unflatten(weights), of_rows.T
+    taken = tuple(None if t is None else t.at[row_B].mul(1 - first_B) for t in state.taken)
+    view = View(table_BW, self.kernels, whole)
+    state = state._replace(taken=taken)
+    x_BTD, state = self._extend(model, state, ids_BT, index_BT, row_B, view)
+
+    def some(x_ND, target_N):
+      logits_NV = model.logits(x_ND)
+      of_target_N = jnp.take_along_axis(logits_NV, target_N[:, None], axis=1)[:, 0]
+      logprob_N = of_target_N - jax.nn.logsumexp(logits_NV, axis=1)
+      return logprob_N, jnp.argmax(logits_NV, axis=1) == target_N
+
+    x_BTD = reshard(x_BTD, None, None, None)  # for the loop goes over its rows
+    x_ND, target_N = x_BTD.reshape(-1, x_BTD.shape[2]), target_BT.reshape(-1)
+    split = lambda a: a.reshape(-1, min(len(a), TOKENS_OF_SCORES), *a.shape[1:])
+    scores = jax.lax.map(lambda of: some(*of), (split(x_ND), split(target_N)))
+    return state, tuple(a.reshape(ids_BT.shape) for a in scores)
 
   def _extend(self, model, state, ids_BT, index_BT, row_B, view):
     caches = []
