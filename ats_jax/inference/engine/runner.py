@@ -253,13 +253,15 @@ class ModelRunner:
     index = np.full(shape, -1, np.int32)
     of_rows = np.zeros((shape[0], 2), np.int32)
     of_rows[:, 0] = self.max_rows
+    # Not as wide as for kernels of single tokens: here all of it is read.
+    most = max(len(part.pages) for part in parts)
+    width = min(self.max_pages_per_row, 1 << (most - 1).bit_length())
+    table = np.full((shape[0], width), self.num_pages, np.int32)
     for row, part in enumerate(parts):
       length = len(part.ids)
       ids[row, :length], targets[row, :length] = part.ids, part.targets
       index[row, :length] = part.start + np.arange(length)
-      of_rows[row] = part.row, part.first
-    spare = [()] * (shape[0] - len(parts))
-    table = self._table([*(part.pages for part in parts), *spare], max(len(p.pages) for p in parts))
+      of_rows[row], table[row, : len(part.pages)] = (part.row, part.first), part.pages
     whole = all(part.start == 0 for part in parts) and not self.skips
     self._state, scores = self._score_program(
       self._weights, self._state, ids, index, targets, table, of_rows, whole=whole
