@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import logging
 
 from ats_jax.data.tokens.tokenizer import Tokenizer
 from ats_jax.inference.engine.caches import PAGE_AXES, View, pages_of, slots_of, widths_of
@@ -107,10 +108,25 @@ class ModelRunner:
     )
     dtype = program.num.compute_dtype
     self._widths = widths_of(cfg.model)
-    each = len(self._layers) * size.page * dtype.itemsize
-    each *= sum(math.prod(sizes.values()) for sizes in self._widths)
-    enough = size.rows * self.max_pages_per_row
-    self.num_pages = size.pages or min(enough, _pages_that_fit(each))
+    each = size.page * dtype.itemsize * sum(math.prod(sizes.values()) for sizes in self._widths)
+    enough, layers = size.rows * self.max_pages_per_row, len(self._layers)
+    self.num_pages = size.pages or min(enough, _pages_that_fit(each * layers))
+    # A layer that tokens skip has the same few pages for each row, where these are fewer in all.
+    rows, own = size.rows + 1, [-(-slots // size.page) for slots in self._slots]
+    self._own = tuple(
+      number if layer.depth is not None and number * rows < self.num_pages else 0
+      for layer, number in zip(self._layers, own, strict=True)
+    )
+    if any(self._own):
+      shared, beside = self._own.count(0), each * rows * sum(self._own)
+      self.num_pages = size.pages or min(enough, _pages_that_fit(each * shared, beside))
+      logging.info(
+        "engine: %d bytes a token in %d layers; %d that tokens skip have places for %d of %d of a "
+        "row's, which saves %.3g MB", each // size.page * shared, shared, layers - shared,
+        max(self._slots[n] for n in range(layers) if self._own[n]),
+        self.max_pages_per_row * size.page,
+        (each * (layers - shared) * self.num_pages - beside) / 1e6,
+      )  # fmt: skip
     self._dtype, self._vocab = dtype, cfg.model.vocab_size
     self._state = self._empty()
     allowed = np.arange(cfg.model.vocab_size) < tokenizer.vocab_size
@@ -120,7 +136,7 @@ class ModelRunner:
     self._settings: tuple[Any, Settings, Draw] | None = None
     # As a plain list: a module is taken apart in Python at each call, which takes milliseconds.
     self._weights, structure = jax.tree.flatten(model)
-    of_model = _Model(structure, kernels, self._slots, rules)
+    of_model = _Model(structure, kernels, self._slots, self._own, rules)
     self._chunk_program = jax.jit(
       of_model.chunk, donate_argnames="state", static_argnames=("which", "whole")
     )
@@ -130,14 +146,16 @@ class ModelRunner:
     self._score_program = jax.jit(of_model.score, donate_argnames="state", static_argnames="whole")
 
   def _empty(self) -> State:
-    zeros = lambda sizes: jnp.zeros(
-      (self.num_pages, self.page_size, *sizes.values()),
+    zeros = lambda sizes, number: jnp.zeros(
+      (number, self.page_size, *sizes.values()),
       self._dtype,
       out_sharding=spec(*PAGE_AXES, *sizes),
     )
     rows = self.max_rows + 1
     return State(
-      layers=tuple(tuple(zeros(w) for w in self._widths) for _ in self._layers),
+      layers=tuple(
+        tuple(zeros(w, own * rows or self.num_pages) for w in self._widths) for own in self._own
+      ),
       taken=tuple(
         None if layer.depth is None else jnp.zeros(rows, jnp.int32) for layer in self._layers
       ),
@@ -276,13 +294,13 @@ class ModelRunner:
     return np.asarray(logprob_BT), np.asarray(likeliest_BT)
 
 
-def _pages_that_fit(each: int) -> int:
-  """How many pages of so many bytes the device has room for."""
+def _pages_that_fit(each: int, beside: int = 0) -> int:
+  """How many pages of so many bytes the device has room for, beside other bytes."""
   stats = jax.devices()[0].memory_stats() or {}
-  if "bytes_limit" not in stats:
+  if "bytes_limit" not in stats or not each:
     return 2**31
   free = stats["bytes_limit"] - stats["bytes_in_use"]
-  return max(1, int(SHARE_OF_MEMORY * free) // each)
+  return max(1, int(SHARE_OF_MEMORY * free - beside) // each)
 
 
 class _Model(NamedTuple):
@@ -292,12 +310,14 @@ class _Model(NamedTuple):
     structure: of `Served`, whose arrays are the first argument.
     kernels: the chosen implementations.
     slots: of each layer, the tokens that a row can hold.
+    own: of each layer, the pages that each row has there for itself; 0 = it has those of its table.
     rules: how sparse layers choose.
   """
 
   structure: Any
   kernels: Kernels
   slots: tuple[int, ...]
+  own: tuple[int, ...]
   rules: Pass
 
   def chunk(
@@ -419,12 +439,12 @@ class _Model(NamedTuple):
     return state, tuple(a.reshape(ids_BT.shape) for a in scores)
 
   def _extend(self, model, state, ids_BT, index_BT, row_B, view):
-    caches = []
-    for layer, arrays, taken, slots in zip(
-      model.layers, state.layers, state.taken, self.slots, strict=True
-    ):
+    caches, of_layers = [], (model.layers, state.layers, state.taken, self.slots, self.own)
+    for layer, arrays, taken, slots, own in zip(*of_layers, strict=True):
       of_rows = None if taken is None else taken[row_B]
-      caches.append(LayerCache(pages_of(layer, arrays, view, slots), of_rows))
+      table_BW = row_B[:, None] * own + jnp.arange(own) if own else view.table_BW
+      seen = dataclasses.replace(view, table_BW=table_BW)
+      caches.append(LayerCache(pages_of(layer, arrays, seen, slots), of_rows))
     x_BTD, caches = model.extend(ids_BT, index_BT, caches, self.rules)
     taken = tuple(
       None if before is None else before.at[row_B].set(reshard(cache.taken_B, None))
