@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml  # pyright: ignore[reportMissingModuleSource]
 from absl import logging
 from lm_eval import evaluator, utils  # pyright: ignore[reportMissingImports]
 from lm_eval.api.instance import Instance  # pyright: ignore[reportMissingImports]
@@ -235,7 +236,11 @@ def _tasks_of(tasks: Sequence[str]) -> list[Task]:
           f"{name!r} is no task of lm-evaluation-harness (`lm-eval ls tasks` lists them), and no "
           "YAML file or folder of such."
         )
-    found += manager.load(wanted)["tasks"].values()
+    try:
+      found += manager.load(wanted)["tasks"].values()
+    except (OSError, KeyError, yaml.YAMLError) as e:  # of its documents, its metrics, its file
+      said = " ".join(str(e).split())
+      raise ValueError(f"{name}: the task cannot be used: {type(e).__name__}: {said}") from e
   names = [task.task_name for task in found]
   if twice := sorted({name for name in names if names.count(name) > 1}):
     raise ValueError(f"there are several tasks with the name {twice[0]!r}. Rename one.")

@@ -114,7 +114,12 @@ def test_tasks_that_there_are_not_say_so(run, tasks, tmp_path):
   long.write_text(text.replace("max_gen_toks: 12", "max_gen_toks: 64"))
   odd = tmp_path / "odd.yaml"
   odd.write_text(text.replace("max_gen_toks: 12", "num_beams: 3"))
+  missing, broken = tmp_path / "missing.yaml", tmp_path / "broken.yaml"
+  missing.write_text(text.replace("my_answers.jsonl", "gone.jsonl"))
+  broken.write_text("task: [")
   for name, message in {
+    f"{missing}": f"{missing}: the task cannot be used: FileNotFoundError: Unable to find",
+    f"{broken}": f"{broken}: the task cannot be used: ParserError: while parsing a flow node",
     "no_such_task": "'no_such_task' is no task of lm-evaluation-harness",
     f"{tmp_path}/empty": f"{tmp_path}/empty holds no task",
     f"{long}": "answers of up to 64 tokens (max_gen_toks), but the model was trained with 64",
