@@ -3,8 +3,10 @@
 They leave the process as it was: jax's settings, the environment, handlers of signals and logs.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, overload
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Self, overload
 
 from ats_jax.cluster import job, runtime
 from ats_jax.config import Config
@@ -12,7 +14,12 @@ from ats_jax.config.extend import build
 from ats_jax.config.file import load_file
 from ats_jax.config.tree import updated
 from ats_jax.config.validate import check_given
-from ats_jax.inference.load import load_run
+from ats_jax.data.chat.conversation import read_question
+from ats_jax.data.chat.tokenizer import prompt_of
+from ats_jax.inference.engine import engine
+from ats_jax.inference.engine.request import Request, Sampling
+from ats_jax.inference.generator import prompt_ids
+from ats_jax.inference.load import ROWS, TrainedRun, load_run
 from ats_jax.metrics.rows import read_jsonl
 from ats_jax.planner.budget import budget
 from ats_jax.planner.describe import describe as plan
@@ -23,7 +30,7 @@ from ats_jax.train.loop import train as train_run
 from ats_jax.verbs import cli
 from ats_jax.verbs.evaluate import evaluate_run
 
-__all__ = ["budget", "config", "evaluate", "generate", "metrics", "plan", "train"]
+__all__ = ["Engine", "budget", "config", "evaluate", "generate", "metrics", "plan", "train"]
 
 
 def config(source: str = cli.DEFAULT_CONFIG, settings: Mapping[str, Any] | None = None) -> Config:
@@ -137,6 +144,92 @@ def generate(
       return prompt + "".join(run.generate(seed, prompt=prompt, **sampling))
     texts = run.continue_all(prompt, seed, **sampling)
     return [begin + rest for begin, rest in zip(prompt, texts, strict=True)]
+
+
+class Engine:
+  """A trained run that continues many texts at once, on one device.
+
+  What is asked may come and end at any time. Use it as a context, or `close` it.
+  """
+
+  def __init__(
+    self, workdir: str, *, step: int | str = "latest", rows: int = ROWS, context: int = 0
+  ):
+    """Load a run.
+
+    Args:
+      workdir: of the run.
+      step: a step, "latest" or "best".
+      rows: texts at once; others wait.
+      context: tokens of a prompt and its answer at least; never less than the length of the
+        training's rows, and `sample.max_tokens` behind it.
+
+    Raises:
+      ValueError: if there is no such run or checkpoint, or its model writes no text.
+    """
+    with contextlib.ExitStack() as stack:
+      stack.enter_context(cli.short_log())
+      run = stack.enter_context(load_run(paths.parse(workdir), str(step), devices=1))
+      self._opened: tuple[TrainedRun, engine.Engine] | None = run, run.engine(rows, context)
+      self._stack = stack.pop_all()
+
+  def __enter__(self) -> Self:
+    return self
+
+  def __exit__(self, *error: object) -> None:
+    self.close()
+
+  def close(self) -> None:
+    """Let go of the run and its memory; what was asked and has not ended is forgotten."""
+    self._opened = None
+    self._stack.close()
+
+  def _open(self) -> tuple[TrainedRun, engine.Engine]:
+    if self._opened is None:
+      raise ValueError("this engine was closed. Make another one.")
+    return self._opened
+
+  def submit(
+    self,
+    prompt: str | Sequence[Mapping[str, Any]],
+    *,
+    seed: int = 0,
+    logprobs: int = 0,
+    **sampling: Any,
+  ) -> int:
+    """Ask for what follows; its events have the number that is returned.
+
+    Args:
+      prompt: a text to continue, or the turns of a conversation to answer, each with `role` and
+        `content`.
+      seed: of the draws: the same seed gives the same text.
+      logprobs: how many of the likeliest tokens are reported at each place.
+      **sampling: in place of the run's own `sample.*`, by the names of these settings.
+
+    Raises:
+      ValueError: for a prompt that is no text, turns that the run does not know, or sampling that
+        is not allowed so. What there is no room for is refused by an event.
+    """
+    run, continues = self._open()
+    tokenizer, drawing = run.tokenizer, Sampling.of(run.sampling(**sampling), seed)
+    if isinstance(prompt, str):
+      ids = prompt_ids(tokenizer, prompt)
+    else:
+      ids = prompt_of(tokenizer, read_question(prompt))
+    return continues.submit(Request(ids, dataclasses.replace(drawing, logprobs=logprobs)))
+
+  def events(self) -> Iterator[engine.Event]:
+    """What comes of all that was asked, until it has ended; more may be asked meanwhile.
+
+    An event has `id`, `text` (what is new), `ids` and `logprobs` of the tokens, and in the last one
+    of a text `finished`: "end", "stop", "length", "cancelled", or "refused" with `message`. Who
+    stops to listen may listen again, also after a Ctrl-C, and misses nothing.
+    """
+    return self._open()[1].events()
+
+  def cancel(self, number: int) -> None:
+    """End a text; nothing happens if it has ended."""
+    self._open()[1].cancel(number)
 
 
 def metrics(workdir: str) -> list[dict[str, Any]]:

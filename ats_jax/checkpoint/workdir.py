@@ -186,6 +186,11 @@ def _read_config(path: Path) -> dict[str, Any]:
       raise ValueError(f"it holds no settings but {values!r:.40}")
   except (OSError, ValueError) as e:
     raise ValueError(f"{path} cannot be read: {e}. Restore it or use another --workdir.") from e
+  if kind := values.get("model_type"):
+    raise ValueError(
+      f"{path} is that of a model of Hugging Face ({kind!r:.40}), and none of a run. `ats-jax "
+      f"bridge import --folder={path.parent} --workdir=OTHER` makes a run of it."
+    )
   if (written := values.pop("format", 1)) != FORMAT:
     raise ValueError(
       f"{path} is of format {written}, and this version of ats_jax reads format {FORMAT}: settings "

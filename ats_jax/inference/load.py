@@ -33,6 +33,8 @@ from ats_jax.store.paths import Path
 if TYPE_CHECKING:  # imported by runs on conversations
   from ats_jax.data.chat.conversation import Message
   from ats_jax.inference.engine.engine import Engine
+  from ats_jax.inference.engine.runner import ModelRunner
+  from ats_jax.inference.engine.score import Scorer
 
 
 ROWS = 64  # texts at once at most
@@ -98,6 +100,31 @@ class TrainedRun:
     """
     # Here: a training that draws a sample at its end needs none of it.
     from ats_jax.inference.engine.engine import Engine
+
+    runner = self._runner(rows, context)
+    engine = Engine(runner, self.tokenizer, share=not runner.skips)
+    self._packed.append((runner, weakref.ref(engine)))
+    return engine
+
+  def scorer(self, rows: int, context: int = 0) -> "Scorer":
+    """What tells how likely texts are, with the weights as `engine` packs them.
+
+    Args:
+      rows: as of `engine`, which raises the same errors.
+      context: tokens of a text at least.
+    """
+    from ats_jax.inference.engine.score import Scorer
+
+    runner = self._runner(rows, context)
+    scorer = Scorer(runner, self.tokenizer.vocab_size, share=not runner.skips)
+    self._packed.append((runner, weakref.ref(scorer)))
+    return scorer
+
+  def _runner(self, rows: int, context: int) -> "ModelRunner":
+    """The device's side of an engine: the one of before, if nobody uses it and it is large enough.
+
+    Whoever takes it is to be noted in `_packed`.
+    """
     from ats_jax.inference.engine.runner import ModelRunner, Size, served
 
     if (devices := jax.sharding.get_mesh().size) > 1:
@@ -114,10 +141,7 @@ class TrainedRun:
     model, *made = self._packed
     free = [runner for runner, used_by in made if used_by() is None and runner.holds(size)]
     del self._packed[1:], made  # the pages of one fill the memory
-    runner = free[0] if free else ModelRunner(model, self.program, self.tokenizer, rules, size)
-    engine = Engine(runner, self.tokenizer, share=not runner.skips)
-    self._packed.append((runner, weakref.ref(engine)))
-    return engine
+    return free[0] if free else ModelRunner(model, self.program, self.tokenizer, rules, size)
 
   def continue_all(self, prompts: "Sequence[str]", seed: int, **given: Any) -> list[str]:
     """What follows each of several texts, drawn side by side; `given` as of `sampling`.

@@ -3,10 +3,15 @@
   ats-jax evaluate --workdir=runs/debug --step=best
   ats-jax evaluate --workdir=runs/debug --paths=other.txt
   ats-jax evaluate --workdir=runs/debug --paths=web=other.txt,code=src
+  ats-jax evaluate --workdir=runs/debug --tasks=my_tasks,arc_easy --num_fewshot=5
 
-Prints a line a metric: eval/loss, eval/perplexity, eval/accuracy, eval/bits_per_byte.
+Prints a line a metric: eval/loss, eval/perplexity, eval/accuracy, eval/bits_per_byte; those of a
+set by name are under eval/NAME. --tasks names tasks of lm-evaluation-harness, their YAML files or
+folders of these, whose metrics are printed instead, as TASK/METRIC.
 """
 
+import contextlib
+import json
 import re
 from collections.abc import Mapping, Sequence
 
@@ -36,6 +41,18 @@ _PATHS = flags.DEFINE_string(
   "",
   "Evaluate on these files instead (as data.paths), or on sets by name: web=a.txt,code=src.",
   flag_values=FLAGS,
+)
+_TASKS = flags.DEFINE_list(
+  "tasks", [], "Tasks of lm-evaluation-harness: names, files, folders.", flag_values=FLAGS
+)
+_NUM_FEWSHOT = flags.DEFINE_integer(
+  "num_fewshot", None, "With --tasks: examples before each question.", 0, flag_values=FLAGS
+)
+_LIMIT = flags.DEFINE_integer(
+  "limit", None, "With --tasks: documents of each task at most.", 1, flag_values=FLAGS
+)
+_JSON = flags.DEFINE_boolean(
+  "json", False, "Print the metrics as one JSON object.", flag_values=FLAGS
 )
 
 
@@ -96,13 +113,50 @@ def parse_paths(text: str) -> tuple[str, ...] | Table[tuple[str, ...]]:
   return parse_as(Table[tuple[str, ...]], text, "paths")
 
 
+def tasks_of_run(
+  workdir: str,
+  tasks: Sequence[str],
+  *,
+  step: str = "latest",
+  compute_dtype: str = "",
+  num_fewshot: int | None = None,
+  limit: int | None = None,
+) -> dict[str, float]:
+  """The metrics of tasks (`harness.evaluate_tasks`), done by a checkpoint of a run.
+
+  Raises:
+    ValueError: if there is no such run, checkpoint or task, or the harness is not installed.
+  """
+  try:
+    from ats_jax.inference import harness  # an extra
+  except ModuleNotFoundError as e:
+    if (e.name or "").partition(".")[0] != "lm_eval":
+      raise
+    raise ValueError("--tasks needs lm-evaluation-harness: pip install 'ats_jax[lm_eval]'.") from e
+  with contextlib.closing(harness.RunLM(workdir, step, compute_dtype)) as model:
+    return harness.evaluate_tasks(model, tasks, num_fewshot, limit)
+
+
 def main(argv: list[str]) -> None:
   """Print the metrics of a checkpoint."""
   del argv
-  folder = paths.parse(cli.require(_WORKDIR.value, "workdir", "runs/debug"))
-  text = parse_paths(_PATHS.value)
-  step, metrics = evaluate_run(folder, _STEP.value, text, _COMPUTE_DTYPE.value)
-  logging.info("checkpoint %d of %s", step, folder)
+  workdir = cli.require(_WORKDIR.value, "workdir", "runs/debug")
+  if _TASKS.value and _PATHS.value:
+    raise ValueError("--tasks and --paths both say what to evaluate on. Use one of them.")
+  if not _TASKS.value and (_NUM_FEWSHOT.value, _LIMIT.value) != (None, None):
+    raise ValueError("--num_fewshot and --limit are of tasks: they need --tasks.")
+  if _TASKS.value:
+    metrics = tasks_of_run(
+      workdir, _TASKS.value, step=_STEP.value, compute_dtype=_COMPUTE_DTYPE.value,
+      num_fewshot=_NUM_FEWSHOT.value, limit=_LIMIT.value,
+    )  # fmt: skip
+  else:
+    folder, text = paths.parse(workdir), parse_paths(_PATHS.value)
+    step, metrics = evaluate_run(folder, _STEP.value, text, _COMPUTE_DTYPE.value)
+    logging.info("checkpoint %d of %s", step, folder)
+  if _JSON.value:
+    print(json.dumps(metrics))
+    return
   for name, value in metrics.items():
     print(f"{name} {value:.6g}")
 

@@ -138,6 +138,12 @@ class TestTrainedRun:
     tokenizer = load_tokenizer(trained / "tokenizer.json")
     assert other["eval/tokens"] == len(tokenizer.encode("something else " * 40)) + 1
     assert other["eval/loss"] > last["eval/loss"]
+    named = f"--paths=one={tmp_path}/other.txt,two={tmp_path}/other.txt"
+    sets = json.loads(called("evaluate", f"--workdir={trained}", named, "--json").out)
+    prefixes = [f"eval/{name}/" for name in ("one", "two")]
+    assert {name: float(f"{value:.6g}") for name, value in sets.items()} == {
+      name.replace("eval/", prefix): value for prefix in prefixes for name, value in other.items()
+    }
 
   def test_evaluation_uses_the_average_of_the_weights(self, trained):
     """On another mesh too: this process has eight devices."""

@@ -1,8 +1,10 @@
 """What a user can get wrong: code 2, and a message that says what, where and what to do."""
 
 import functools
+import json
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -41,6 +43,7 @@ BROKEN = {
   "config_list": ("config.json", b"[]"),
   "config_folder": ("config.json", None),
   "config_deep": ("config.json", b"[" * 100_000),
+  "config_hf": ("config.json", b'{"model_type": "llama"}'),
   "id_folder": ("run_id", None),
   "tokenizer_list": ("tokenizer.json", b"[1]"),
   "decisions_bad": ("decisions.jsonl", b"{}\n"),
@@ -266,6 +269,10 @@ WRONG = {
   "evaluate --workdir={in}/config_list": "it holds no settings but []",
   "train --workdir={in}/config_folder": "Is a directory",
   "evaluate --workdir={in}/config_deep": "it is nested too deeply",
+  "generate --workdir={in}/config_hf --prompt=a": (
+    "a model of Hugging Face ('llama')",
+    "bridge import --folder={in}/config_hf --workdir=OTHER",
+  ),
   "generate --workdir={in}/id_folder": "run_id: Is a directory",
   "generate --workdir={in}/tokenizer_list": "expected a JSON object, got [1]",
   "decisions {in}": "holds no decisions.jsonl",
@@ -306,6 +313,9 @@ WRONG = {
   "evaluate --workdir={ok} --step=lates": "no checkpoint 'lates' in {ok}/checkpoints; there are [",
   "evaluate --workdir={ok} --paths=/no.txt": "'/no.txt' does not exist",
   "evaluate --workdir={ok} --paths=/dev/zero": "/dev/zero",
+  "evaluate --workdir={ok} --paths=a.txt --tasks=a": "--tasks and --paths both say",
+  "evaluate --workdir={ok} --limit=3": "--num_fewshot and --limit are of tasks",
+  "evaluate --workdir={ok} --tasks=a --limit=0": "--limit=0",
   "check_env --coordinator=node0": "a host and a port were expected, e.g. node0:1234",
   "data report --out={in}": "{in} is a folder",
   "data report --out=/no/r.html": "there is no folder /no",
@@ -353,6 +363,44 @@ def test_malformed_lines_are_counted_and_named_and_the_rest_is_used(tiny, inputs
   assert_says(message, "no checkpoint", "has a metric", "Choose a step of [4]")
   message = called("evaluate", f"--workdir={tmp_path}").error()
   assert_says(message, "validation split is empty", "data.validation_fraction", "--paths")
+
+
+class TestPrompts:
+  """Those of a file that cannot be continued, among others."""
+
+  def answers(self, folder, run, *prompts, max_tokens=8):
+    path = folder / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    flags = (f"--prompts={path}", f"--max_tokens={max_tokens}", "--temperature=0")
+    result = called("generate", f"--workdir={run}", *flags)
+    assert result.code == 0, result.err
+    return [json.loads(line) for line in result.out.splitlines()]
+
+  def test_each_has_a_line_of_its_own(self, trained, tmp_path):
+    good = ["def", "", "return self"]
+    alone = self.answers(tmp_path, trained, *good)
+    assert [row["prompt"] for row in alone] == good
+    long = "x " * 200
+    rows = self.answers(tmp_path, trained, good[0], long, *good[1:])
+    assert [rows[0], *rows[2:]] == alone
+    assert rows[1]["prompt"] == long and "text" not in rows[1]
+    assert_says(rows[1]["error"], "the prompt has ", " tokens, but prompt and answer have room for")
+    rows = self.answers(tmp_path, trained, *good, max_tokens=1000)
+    assert all("max_tokens=1,000 and a prompt of" in row["error"] for row in rows)
+
+  @pytest.mark.thorough
+  def test_a_ctrl_c_leaves_whole_lines(self, trained, tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_text("".join(f"def {i}\n" for i in range(5000)))
+    process = runs.start(trained, verb=("generate", f"--prompts={path}", "--max_tokens=24"))
+    lines = [process.stdout.readline()]
+    while not lines[-1].startswith("{"):
+      lines.append(process.stdout.readline())
+    process.send_signal(signal.SIGINT)
+    rest, _ = process.communicate(timeout=runs.TIMEOUT_SECS)
+    *rows, last = rest.splitlines()
+    assert process.returncode == 128 + signal.SIGINT and last == "interrupted"
+    assert len(rows) < 5000 and all(json.loads(row)["text"] for row in rows)
 
 
 @pytest.mark.skipif(ROOT_MAY_DO_ANYTHING, reason="root may do anything")
@@ -417,6 +465,10 @@ class TestWorkdir:
     (run / "metrics.jsonl").mkdir()  # found when it is opened, after the model is there
     message = called("train", *train_flags(run, *trained_settings)).error()
     assert_says(message, "metrics.jsonl", "Is a directory")
+    kept = (run / "tokenizer.json").rename(run / "kept")
+    message = called("generate", f"--workdir={run}", "--prompt=a").error()
+    assert_says(message, f"the tokenizer of this run, {run}/tokenizer.json, cannot be read")
+    kept.rename(run / "tokenizer.json")
     (run / "config.json").unlink()
     message = called("train", *train_flags(run, *tiny)).error()
     assert_says(message, "holds checkpoints but no config.json", "Restore the file")

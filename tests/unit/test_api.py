@@ -121,6 +121,16 @@ def test_nothing_stays_behind(cfg, tmp_path, monkeypatch):
   assert process_state() == before
   assert api.evaluate(run)["eval/loss"] > 0
   assert api.generate(run, "the", max_tokens=2, seed=1).startswith("the")
+  with api.Engine(run, rows=1) as engine:
+    asked = {engine.submit(text, max_tokens=2, seed=1): text for text in ("the", "a")}
+    with pytest.raises(ValueError, match="not trained on conversations"):
+      engine.submit([{"role": "user", "content": "the"}], max_tokens=2)
+    with pytest.raises(ValueError, match="temperature"):
+      engine.submit("the", max_tokens=2, temperature=-1)
+    events = list(engine.events())
+  assert {event.id for event in events if event.finished == "length"} == asked.keys()
+  with pytest.raises(ValueError, match="this engine was closed"):
+    engine.submit("the")
   assert process_state() == before
   programs = lambda: {path.name for path in cache.glob("*-cache")}
   compiled = programs()
@@ -141,7 +151,7 @@ def test_nothing_stays_behind_what_fails(cfg, tmp_path):
     with pytest.raises(error):
       api.train(wrong, str(tmp_path / error.__name__))
     assert process_state() == before
-  for call in (api.evaluate, lambda run: api.generate(run, "x"), api.metrics):
+  for call in (api.evaluate, lambda run: api.generate(run, "x"), api.metrics, api.Engine):
     with pytest.raises(ValueError, match="Train"):
       call(str(tmp_path / "nothing"))
   assert process_state() == before

@@ -20,7 +20,7 @@ from ats_jax.model.layers import MLP, Linear
 from ats_jax.model.numerics import NARROW
 from ats_jax.model.param import is_variable
 from ats_jax.ops.row_matmul import row_matmul
-from ats_jax.sharding.apply import island
+from ats_jax.sharding.apply import island, reshard
 
 
 class Packed(nnx.Module):
@@ -39,8 +39,9 @@ class Packed(nnx.Module):
     num_inputs = len(self.inputs)
     weights = [layer.value(dtype) for layer in layers]
     self.shapes = tuple(w.shape[num_inputs:] for w in weights)
+    # A single key/value head is not split by `tensor`, and the queries are: even on one device.
     self.matrix = nnx.Param(jnp.concatenate([
-      w.reshape(math.prod(w.shape[:num_inputs]), -1).T for w in weights
+      reshard(w.reshape(math.prod(w.shape[:num_inputs]), -1).T, None, None) for w in weights
     ]))  # fmt: skip
 
   def products(self, multiply: Any, x: jax.Array, layers: Sequence[Linear]) -> tuple[Any, ...]:

@@ -6,11 +6,12 @@ Letters: B rows of a call, R rows of the engine, T tokens, W pages of a row, V v
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import logging
 
 from ats_jax.data.tokens.tokenizer import Tokenizer
 from ats_jax.inference.engine.caches import PAGE_AXES, View, pages_of, slots_of, widths_of
@@ -26,9 +27,13 @@ from ats_jax.sharding.apply import reshard
 from ats_jax.sharding.rules import spec
 from ats_jax.step.program import Program
 
+if TYPE_CHECKING:  # few engines score
+  from ats_jax.inference.engine.score import Part
+
 # Sizes for which programs are compiled; fewer rows, and shorter chunks, are filled up.
 NUMBERS_OF_ROWS = (1, 4, 16, 64, 256)
 LEAST_TOKENS = 32
+TOKENS_OF_SCORES = 128  # whose scores of the whole vocabulary are in memory at once
 SHARE_OF_MEMORY = 0.85  # of what weights leave free that pages may take, beside activations
 
 
@@ -103,10 +108,25 @@ class ModelRunner:
     )
     dtype = program.num.compute_dtype
     self._widths = widths_of(cfg.model)
-    each = len(self._layers) * size.page * dtype.itemsize
-    each *= sum(math.prod(sizes.values()) for sizes in self._widths)
-    enough = size.rows * self.max_pages_per_row
-    self.num_pages = size.pages or min(enough, _pages_that_fit(each))
+    each = size.page * dtype.itemsize * sum(math.prod(sizes.values()) for sizes in self._widths)
+    enough, layers = size.rows * self.max_pages_per_row, len(self._layers)
+    self.num_pages = size.pages or min(enough, _pages_that_fit(each * layers))
+    # A layer that tokens skip has the same few pages for each row, where these are fewer in all.
+    rows, own = size.rows + 1, [-(-slots // size.page) for slots in self._slots]
+    self._own = tuple(
+      number if layer.depth is not None and number * rows < self.num_pages else 0
+      for layer, number in zip(self._layers, own, strict=True)
+    )
+    if any(self._own):
+      shared, beside = self._own.count(0), each * rows * sum(self._own)
+      self.num_pages = size.pages or min(enough, _pages_that_fit(each * shared, beside))
+      logging.info(
+        "engine: %d bytes a token in %d layers; %d that tokens skip have places for %d of %d of a "
+        "row's, which saves %.3g MB", each // size.page * shared, shared, layers - shared,
+        max(self._slots[n] for n in range(layers) if self._own[n]),
+        self.max_pages_per_row * size.page,
+        (each * (layers - shared) * self.num_pages - beside) / 1e6,
+      )  # fmt: skip
     self._dtype, self._vocab = dtype, cfg.model.vocab_size
     self._state = self._empty()
     allowed = np.arange(cfg.model.vocab_size) < tokenizer.vocab_size
@@ -116,23 +136,26 @@ class ModelRunner:
     self._settings: tuple[Any, Settings, Draw] | None = None
     # As a plain list: a module is taken apart in Python at each call, which takes milliseconds.
     self._weights, structure = jax.tree.flatten(model)
-    of_model = _Model(structure, kernels, self._slots, rules)
+    of_model = _Model(structure, kernels, self._slots, self._own, rules)
     self._chunk_program = jax.jit(
       of_model.chunk, donate_argnames="state", static_argnames=("which", "whole")
     )
     self._decode_program = jax.jit(
       of_model.decode, donate_argnames="state", static_argnames="which"
     )
+    self._score_program = jax.jit(of_model.score, donate_argnames="state", static_argnames="whole")
 
   def _empty(self) -> State:
-    zeros = lambda sizes: jnp.zeros(
-      (self.num_pages, self.page_size, *sizes.values()),
+    zeros = lambda sizes, number: jnp.zeros(
+      (number, self.page_size, *sizes.values()),
       self._dtype,
       out_sharding=spec(*PAGE_AXES, *sizes),
     )
     rows = self.max_rows + 1
     return State(
-      layers=tuple(tuple(zeros(w) for w in self._widths) for _ in self._layers),
+      layers=tuple(
+        tuple(zeros(w, own * rows or self.num_pages) for w in self._widths) for own in self._own
+      ),
       taken=tuple(
         None if layer.depth is None else jnp.zeros(rows, jnp.int32) for layer in self._layers
       ),
@@ -240,14 +263,44 @@ class ModelRunner:
       self._settings = asked, settings, Draw.of(asked)
     return self._settings[1:]
 
+  def score(self, parts: "Sequence[Part]", shape: tuple[int, int]) -> tuple[jax.Array, jax.Array]:
+    """Start a step of parts of known texts (`score.Runner`)."""
+    if self._state.token_R.is_deleted():  # as in `run`
+      self._state = self._empty()
+    ids, targets = np.zeros(shape, np.int32), np.full(shape, -1, np.int32)
+    index = np.full(shape, -1, np.int32)
+    of_rows = np.zeros((shape[0], 2), np.int32)
+    of_rows[:, 0] = self.max_rows
+    # Not as wide as for kernels of single tokens: here all of it is read.
+    most = max(len(part.pages) for part in parts)
+    width = min(self.max_pages_per_row, 1 << (most - 1).bit_length())
+    table = np.full((shape[0], width), self.num_pages, np.int32)
+    for row, part in enumerate(parts):
+      length = len(part.ids)
+      ids[row, :length], targets[row, :length] = part.ids, part.targets
+      index[row, :length] = part.start + np.arange(length)
+      of_rows[row], table[row, : len(part.pages)] = (part.row, part.first), part.pages
+    whole = all(part.start == 0 for part in parts) and not self.skips
+    self._state, scores = self._score_program(
+      self._weights, self._state, ids, index, targets, table, of_rows, whole=whole
+    )
+    for array in scores:
+      array.copy_to_host_async()
+    return scores
 
-def _pages_that_fit(each: int) -> int:
-  """How many pages of so many bytes the device has room for."""
+  def scores(self, handle: tuple[jax.Array, jax.Array]) -> tuple[np.ndarray, np.ndarray]:
+    """Wait for such a step."""
+    logprob_BT, likeliest_BT = handle
+    return np.asarray(logprob_BT), np.asarray(likeliest_BT)
+
+
+def _pages_that_fit(each: int, beside: int = 0) -> int:
+  """How many pages of so many bytes the device has room for, beside other bytes."""
   stats = jax.devices()[0].memory_stats() or {}
-  if "bytes_limit" not in stats:
+  if "bytes_limit" not in stats or not each:
     return 2**31
   free = stats["bytes_limit"] - stats["bytes_in_use"]
-  return max(1, int(SHARE_OF_MEMORY * free) // each)
+  return max(1, int(SHARE_OF_MEMORY * free - beside) // each)
 
 
 class _Model(NamedTuple):
@@ -257,12 +310,14 @@ class _Model(NamedTuple):
     structure: of `Served`, whose arrays are the first argument.
     kernels: the chosen implementations.
     slots: of each layer, the tokens that a row can hold.
+    own: of each layer, the pages that each row has there for itself; 0 = it has those of its table.
     rules: how sparse layers choose.
   """
 
   structure: Any
   kernels: Kernels
   slots: tuple[int, ...]
+  own: tuple[int, ...]
   rules: Pass
 
   def chunk(
@@ -337,13 +392,59 @@ class _Model(NamedTuple):
     x_BTD, state = self._extend(model, state, ids_B1, index_B1, row_B, view)
     return _draw(model, state, x_BTD[:, 0], row_B, index_B, settings, allowed_V, which, 1)
 
+  def score(
+    self,
+    weights: list[jax.Array],
+    state: State,
+    ids_BT: jax.Array,
+    index_BT: jax.Array,
+    target_BT: jax.Array,
+    table_BW: jax.Array,
+    of_rows: jax.Array,
+    *,
+    whole: bool,
+  ) -> tuple[State, tuple[jax.Array, jax.Array]]:
+    """Read parts of texts, and score the tokens behind theirs.
+
+    Args:
+      weights: of the model.
+      state: donated.
+      ids_BT: int32 [B, T] the tokens, filled up.
+      index_BT: int32 [B, T] their positions; -1 = filled up.
+      target_BT: int32 [B, T] the tokens behind them; -1 = not asked for.
+      table_BW: int32 [B, W] pages of the rows.
+      of_rows: int32 [B, 2]: rows, and whether each begins anew.
+      whole: nothing of the rows was read before.
+
+    Returns:
+      The logarithms of the targets' probabilities among all tokens of the model, float32 [B, T],
+      and whether each is the likeliest.
+    """
+    model, (row_B, first_B) = self.structure.unflatten(weights), of_rows.T
+    taken = tuple(None if t is None else t.at[row_B].mul(1 - first_B) for t in state.taken)
+    view = View(table_BW, self.kernels, whole)
+    state = state._replace(taken=taken)
+    x_BTD, state = self._extend(model, state, ids_BT, index_BT, row_B, view)
+
+    def some(x_ND, target_N):
+      logits_NV = model.logits(x_ND)
+      of_target_N = jnp.take_along_axis(logits_NV, target_N[:, None], axis=1)[:, 0]
+      logprob_N = of_target_N - jax.nn.logsumexp(logits_NV, axis=1)
+      return logprob_N, jnp.argmax(logits_NV, axis=1) == target_N
+
+    x_BTD = reshard(x_BTD, None, None, None)  # for the loop goes over its rows
+    x_ND, target_N = x_BTD.reshape(-1, x_BTD.shape[2]), target_BT.reshape(-1)
+    split = lambda a: a.reshape(-1, min(len(a), TOKENS_OF_SCORES), *a.shape[1:])
+    scores = jax.lax.map(lambda of: some(*of), (split(x_ND), split(target_N)))
+    return state, tuple(a.reshape(ids_BT.shape) for a in scores)
+
   def _extend(self, model, state, ids_BT, index_BT, row_B, view):
-    caches = []
-    for layer, arrays, taken, slots in zip(
-      model.layers, state.layers, state.taken, self.slots, strict=True
-    ):
+    caches, of_layers = [], (model.layers, state.layers, state.taken, self.slots, self.own)
+    for layer, arrays, taken, slots, own in zip(*of_layers, strict=True):
       of_rows = None if taken is None else taken[row_B]
-      caches.append(LayerCache(pages_of(layer, arrays, view, slots), of_rows))
+      table_BW = row_B[:, None] * own + jnp.arange(own) if own else view.table_BW
+      seen = dataclasses.replace(view, table_BW=table_BW)
+      caches.append(LayerCache(pages_of(layer, arrays, seen, slots), of_rows))
     x_BTD, caches = model.extend(ids_BT, index_BT, caches, self.rules)
     taken = tuple(
       None if before is None else before.at[row_B].set(reshard(cache.taken_B, None))

@@ -1,12 +1,13 @@
-"""`evaluate --paths`: files, or sets of them by name."""
+"""`evaluate`: files, or sets of them by name, and what tasks need."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
 from ats_jax.checkpoint import workdir
-from ats_jax.verbs.evaluate import parse_paths
+from ats_jax.verbs.evaluate import parse_paths, tasks_of_run
 
 
 @pytest.mark.parametrize(
@@ -46,3 +47,9 @@ def test_where_a_run_was_started(metadata, says, tmp_path):
   if metadata is not None:
     Path(tmp_path / workdir.METADATA).write_text(metadata)
   assert workdir.started_in(tmp_path) == says
+
+
+def test_tasks_need_an_extra(monkeypatch):
+  monkeypatch.setitem(sys.modules, "lm_eval", None)  # as if it were not installed
+  with pytest.raises(ValueError, match=r"pip install 'ats_jax\[lm_eval\]'"):
+    tasks_of_run("runs/debug", ["arc_easy"])

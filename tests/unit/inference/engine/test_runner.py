@@ -80,6 +80,25 @@ def test_texts_of_ragged_prompts_are_those_of_the_full_forward_pass(kind, mesh):
   assert len({token for drawn in found for token in drawn}) > 5
 
 
+def test_a_single_key_value_head_is_packed_with_the_queries(mesh):
+  cfg = canonical.config("dense", {"model.num_kv_heads": 1})
+  attn = served(canonical.model(cfg), canonical.program(cfg)).layers[0].attn
+  assert attn.q.weight.matrix.shape == ((4 + 1 + 1) * 8, 32) and attn.k.weight is None
+
+
+def test_a_layer_that_tokens_skip_has_fewer_pages(mesh, caplog):
+  cfg = canonical.config("depths", LOUD)
+  with caplog.at_level("INFO"):
+    runner = engine_of(cfg)._runner
+  every, skipped = (layer[0].shape[0] for layer in runner._state.layers)
+  assert every == runner.num_pages == 3 * 8  # of three rows
+  assert skipped == 4 * 5  # of these and nobody's, which have 1.25 * 0.5 * 64 places each
+  (line,) = [line for line in caplog.messages if "that tokens skip" in line]
+  token = 2 * 2 * 8 * 4  # keys and values of two heads
+  assert f"{token} bytes a token in 1 layers; 1 that tokens skip have places for 40 of 64" in line
+  assert f"saves {(24 - 20) * 8 * token / 1e6:.3g} MB" in line
+
+
 def test_draws_of_a_seed_are_those_of_one_text_after_the_other(mesh):
   cfg = canonical.config("dense", LOUD)
   drawing = SampleConfig(
