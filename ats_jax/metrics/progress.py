@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 import os
 import sys
 import time
@@ -15,10 +16,43 @@ if TYPE_CHECKING:
 
 
 PHASES = ("warm-up", "stable", "decay")  # of the learning rate; `progress/phase` is an index
+LEVELS = ("", "health: warning", "health: critical")  # `orchestrator/health` is an index
+BLOCKS = "▁▂▃▄▅▆▇█"
+MOST_BLOCKS = 16
+
+
+class Curve:
+  """The course of a value in at most `MOST_BLOCKS` blocks, from the first one to the newest."""
+
+  def __init__(self):
+    """Begin with nothing."""
+    self._means: list[float] = []
+    self._each = 1  # values of a mean
+    self._open: list[float] = []  # of the next one
+
+  def add(self, value: float) -> None:
+    """Take a value; one that is not finite is left out."""
+    if not math.isfinite(value):
+      return
+    self._open.append(value)
+    if len(self._open) == self._each:
+      self._means.append(sum(self._open) / self._each)
+      self._open = []
+    if len(self._means) == MOST_BLOCKS:
+      pairs = zip(self._means[::2], self._means[1::2], strict=True)
+      self._means, self._each = [(a + b) / 2 for a, b in pairs], 2 * self._each
+
+  def __str__(self) -> str:
+    low, high = min(self._means, default=0.0), max(self._means, default=0.0)
+    if low == high:
+      return ""
+    return "".join(BLOCKS[round((m - low) / (high - low) * (len(BLOCKS) - 1))] for m in self._means)
 
 
 class ProgressBar:
-  """One line, redrawn in place: bar, step, loss, time left, speed, MFU, memory.
+  """One line, redrawn in place: bar, step, loss and its course, time left, speed, MFU, memory.
+
+  While the orchestrator's health report is not good, its level is in the line too.
 
   ```
   with Progress(cfg.num_steps, start_step=step) as progress:
@@ -64,6 +98,7 @@ class ProgressBar:
     self._first: tuple[int, float] | None = None  # the first step done: compilation is behind it
     self._next_draw = 0.0
     self._metrics: dict[str, float] = {}
+    self._curve = Curve()
     self._bar: Bar | None = None
     self._stack = contextlib.ExitStack()
 
@@ -78,6 +113,8 @@ class ProgressBar:
       return
     self._step = step
     self._metrics.update(metrics or {})
+    if metrics and "train/loss" in metrics:
+      self._curve.add(float(metrics["train/loss"]))
     now = self._clock()
     if self._first is None:
       self._first = (step, now)
@@ -101,7 +138,9 @@ class ProgressBar:
   def _draw(self, timing: str) -> None:
     share = min(self._step / self._total, 1.0) if self._total else 1.0
     head = f"{self._step}/{self._total} {share:4.0%}"
-    parts = [head, *_course(self._metrics), *_loss(self._metrics), timing, *_rest(self._metrics)]
+    curve = str(self._curve) if self._terminal else ""
+    loss = [*_loss(self._metrics), curve, *_health(self._metrics)]
+    parts = [head, *_course(self._metrics), *loss, timing, *_rest(self._metrics)]
     text = "  ".join(filter(None, parts))
     if not self._terminal:
       self._stream.write(f"step {text}\n")
@@ -140,6 +179,12 @@ def _course(metrics: Mapping[str, Any]) -> Iterator[str]:
 def _loss(metrics: Mapping[str, Any]) -> Iterator[str]:
   if "train/loss" in metrics:
     yield f"loss {metrics['train/loss']:.4f}"
+
+
+def _health(metrics: Mapping[str, Any]) -> Iterator[str]:
+  yield LEVELS[int(metrics.get("orchestrator/health", 0))]
+  if (scale := metrics.get("orchestrator/lr_scale", 1.0)) != 1.0:
+    yield f"rate x {scale:.3g}"
 
 
 def _rest(metrics: Mapping[str, Any]) -> Iterator[str]:

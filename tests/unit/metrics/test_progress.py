@@ -9,7 +9,7 @@ import tty
 import pytest
 from absl import logging as absl_logging
 
-from ats_jax.metrics.progress import ProgressBar, duration
+from ats_jax.metrics.progress import MOST_BLOCKS, Curve, ProgressBar, duration
 
 METRICS = {
   "train/loss": 3.21049,
@@ -97,6 +97,22 @@ def test_the_bar_shows_the_state_and_stays_at_the_end(terminal):
   (line, rest) = terminal.screen()
   assert re.match(r"━+ 400/400 100%  loss 3.2105  in 1m40s  123.5k tok/s", line)
   assert rest == ""
+
+
+def test_the_bar_shows_the_course_of_the_loss_and_the_health(terminal):
+  with ProgressBar(400, stream=terminal.stream, clock=Clock(), redraw_secs=0.0) as progress:
+    for step, loss in enumerate((8.0, 1.0, float("nan"), 4.0), 1):
+      progress.update(step, {"train/loss": loss, "orchestrator/health": step // 4})
+    progress.update(5, {"orchestrator/lr_scale": 0.5})
+    assert "loss 4.0000  █▁▄  health: warning  rate x 0.5" in terminal.screen()[0]
+
+
+def test_a_curve_has_the_whole_course_in_few_blocks():
+  curve = Curve()
+  for step in range(1000):
+    curve.add(1000.0 - step)
+  assert MOST_BLOCKS / 2 <= len(str(curve)) < MOST_BLOCKS
+  assert list(str(curve)) == sorted(str(curve), reverse=True) and str(curve)[0] == "█"
 
 
 @pytest.mark.parametrize("columns", [12, 30, 80])
