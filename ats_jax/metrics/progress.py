@@ -7,9 +7,11 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Self, TextIO
+from typing import TYPE_CHECKING, Any, Self, TextIO, override
 
 from absl import logging as absl_logging
+
+from ats_jax.metrics.writer import MetricWriter
 
 if TYPE_CHECKING:
   from rich.progress import Progress as Bar
@@ -49,10 +51,11 @@ class Curve:
     return "".join(BLOCKS[round((m - low) / (high - low) * (len(BLOCKS) - 1))] for m in self._means)
 
 
-class ProgressBar:
+class ProgressBar(MetricWriter):
   """One line, redrawn in place: bar, step, loss and its course, time left, speed, MFU, memory.
 
-  While the orchestrator's health report is not good, its level is in the line too.
+  While the orchestrator's health report is not good, its level is in the line too. As one of the
+  writers of a run it learns all metrics; the last ones stay on show.
 
   ```
   with Progress(cfg.num_steps, start_step=step) as progress:
@@ -64,6 +67,8 @@ class ProgressBar:
   absl and root logging handlers) appears above it. Elsewhere (a file, a pipe, a notebook) it prints
   a plain line without control characters every `plain_secs`.
   """
+
+  guarded = False
 
   def __init__(
     self,
@@ -107,14 +112,12 @@ class ProgressBar:
 
     Args:
       step: steps done.
-      metrics: newest scalars by name, if there are any; the last ones stay on show.
+      metrics: newest scalars by name, if no writer has them.
     """
     if not self._enabled:
       return
     self._step = step
-    self._metrics.update(metrics or {})
-    if metrics and "train/loss" in metrics:
-      self._curve.add(float(metrics["train/loss"]))
+    self.write_scalars(step, metrics or {})
     now = self._clock()
     if self._first is None:
       self._first = (step, now)
@@ -122,6 +125,19 @@ class ProgressBar:
       self._next_draw = now + self._interval
       self._draw(self._time_left())
 
+  @override
+  def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
+    """Take metrics for the next drawing."""
+    del step
+    self._metrics.update(scalars)
+    if "train/loss" in scalars:
+      self._curve.add(float(scalars["train/loss"]))
+
+  @override
+  def flush(self) -> None:
+    """Nothing of it is kept."""
+
+  @override
   def close(self) -> None:
     """Leaves the final state on the screen and gives the terminal back."""
     with self._stack:

@@ -48,7 +48,7 @@ class StepLog(Watcher):
     Args:
       writer: gets a row for each step that `every_steps` divides.
       throughput: measures the speed between those rows.
-      progress: shows the newest row.
+      progress: is told of steps; the newest row comes to it as to the other writers.
       every_steps: steps between rows.
       layers: gets the arrays of sparse layers at the same steps.
       derive: gives further metrics of a row.
@@ -139,7 +139,7 @@ class StepLog(Watcher):
     if arrays and self._layers is not None:
       self._layers.write_arrays(step, arrays)
       self._writer.write_histograms(step, histograms(arrays))
-    self._progress.update(step, metrics)
+    self._progress.update(step)
 
 
 def histograms(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -29,7 +29,7 @@ from ats_jax.metrics.progress import ProgressBar
 from ats_jax.metrics.steplog import StepLog
 from ats_jax.metrics.throughput import Throughput
 from ats_jax.metrics.watcher import Watcher
-from ats_jax.metrics.writer import MetricWriter
+from ats_jax.metrics.writer import MetricWriter, MultiWriter
 from ats_jax.model.layout import stacks
 from ats_jax.ops.requirements import this_device, with_compute_dtype
 from ats_jax.orchestrator.no_supervisor import NoSupervisor
@@ -158,9 +158,15 @@ def open_run(
     first_row = batches.position()["row"]
     course = Course(cfg, origin.step, first_row)
     report.opening(program, folder, state, train_set, course, length)
-    writer = open_writer(stack, cfg, folder, origin, identity)
+    is_main = jax.process_index() == 0
+    progress = enter(
+      ProgressBar(cfg.num_steps, start_step=origin.step, enabled=cfg.log.progress and is_main)
+    )
+    writer = open_writer(stack, cfg, folder, origin, identity, progress)
     meter = speed(program)
-    log = open_log(stack, program, folder, origin, meter, writer, train_set, watchdog, course)
+    log = open_log(
+      stack, program, folder, origin, meter, writer, progress, train_set, watchdog, course
+    )
     profile = enter(ProfileWindow(cfg.log.profile_step, PROFILED_STEPS, folder / "profile"))
     run = Run(
       program=program,
@@ -244,7 +250,12 @@ def restored_or_new(
 
 
 def open_writer(
-  stack: contextlib.ExitStack, cfg: Config, folder: Path, origin: ResumePoint, identity: RunIdentity
+  stack: contextlib.ExitStack,
+  cfg: Config,
+  folder: Path,
+  origin: ResumePoint,
+  identity: RunIdentity,
+  progress: ProgressBar,
 ) -> MetricWriter:
   """Where metrics go; rows of steps that are made again are cut off."""
   writer = create_writer(
@@ -256,7 +267,7 @@ def open_writer(
   )
   stack.enter_context(contextlib.closing(writer))
   writer.write_hparams(flatten(cfg))
-  return writer
+  return MultiWriter([writer, progress])
 
 
 def open_log(
@@ -266,16 +277,13 @@ def open_log(
   origin: ResumePoint,
   meter: Throughput,
   writer: MetricWriter,
+  progress: ProgressBar,
   train_set: TrainRows,
   watchdog: Watchdog,
   course: Course,
 ) -> StepLog:
   """The log of the steps' metrics, and of those that follow from them."""
   cfg, is_main = program.cfg, jax.process_index() == 0
-  progress = ProgressBar(
-    cfg.num_steps, start_step=origin.step, enabled=cfg.log.progress and is_main
-  )
-  stack.enter_context(progress)
   layers = None
   if is_main and (cfg.moe.num_experts or cfg.mod.routing != "none"):
     layers = LayerLog(folder / workdir.LAYERS, last_step=origin.step if origin.restore else -1)
