@@ -13,6 +13,7 @@ import random
 from collections.abc import Callable
 
 COUNT = 320
+MISSES = 100  # in a row, and a kind is taken to have no more
 WORDS = (
   "apple", "river", "stone", "cloud", "tiger", "paper", "window", "garden", "silver", "bridge",
   "candle", "forest", "hammer", "island", "jacket", "kettle", "ladder", "mirror", "needle",
@@ -123,18 +124,23 @@ KINDS: tuple[Callable[[random.Random], Pairs], ...] = (
 
 
 def conversations(count: int, seed: int) -> list[str]:
-  """Different conversations as JSON lines; each kind comes as often, one in four has a system."""
-  draw, lines = random.Random(seed), {}
-  while len(lines) < count:
+  """Different conversations as JSON lines; one in four has a system.
+
+  Each kind comes as often, as long as it has new ones.
+  """
+  draw, lines, misses = random.Random(seed), {}, 0
+  while (before := len(lines)) < count:
+    kind = KINDS[(before + misses // MISSES) % len(KINDS)]
     turns = []
     if draw.random() < 0.25:
       turns.append({"role": "system", "content": draw.choice(SYSTEMS)})
-    for question, answer in KINDS[len(lines) % len(KINDS)](draw):
+    for question, answer in kind(draw):
       turns += [
         {"role": "user", "content": question},
         {"role": "assistant", "content": answer},
       ]
     lines[json.dumps({"messages": turns})] = None
+    misses = 0 if len(lines) > before else misses + 1
   return list(lines)
 
 

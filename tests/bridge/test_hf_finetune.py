@@ -1,54 +1,55 @@
-"""From a folder through `ats-jax finetune` and a merged export to the same answers elsewhere."""
+"""From a folder through `ats-jax finetune` and a merged export to the same answers elsewhere.
 
+`FINETUNE` of the environment makes it larger: fields of the model, the number of `conversations`,
+and further `flags` of the training.
+"""
+
+import itertools
 import json
 import os
 import re
+import subprocess
+import sys
 
 import hf_models
 import pytest
 import torch
 import transformers
-from commands import called
+from commands import Result, called
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from lab.conversations import conversations
 
 pytestmark = [pytest.mark.hf, pytest.mark.thorough, pytest.mark.filterwarnings("default")]
 
-SIZE = json.loads(os.environ.get("FINETUNE_SIZE", "{}"))  # of a run by hand
-CONVERSATIONS = int(os.environ.get("FINETUNE_CONVERSATIONS", "160"))
-MODEL = {"hidden_size": 96, "intermediate_size": 160, "max_position_embeddings": 160, **SIZE}
+LARGER = json.loads(os.environ.get("FINETUNE", "{}"))
+CONVERSATIONS = LARGER.pop("conversations", 160)
+FLAGS = LARGER.pop("flags", ["--config.num_epochs=4"])
+MODEL = {"hidden_size": 96, "intermediate_size": 160, "max_position_embeddings": 256, **LARGER}
 TEMPLATE = (
   "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
   "{% if m.role == 'assistant' %}{% generation %}{{ m.content + '<|im_end|>' }}"
   "{% endgeneration %}{% else %}{{ m.content + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
   "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-WORDS = (
-  "red green blue black white round flat long short warm cold old new wide thin deep".split()  # noqa: SIM905
-)
-
-
-def conversations(number):
-  for i in range(number):
-    first, second = WORDS[i % 16], WORDS[(i // 16 + 3 * i) % 16]
-    turns = [("user", f"Say {first} and {second}."), ("assistant", f"{first}, {second}!")]
-    yield {"messages": [{"role": role, "content": content} for role, content in turns]}
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
   path = tmp_path_factory.mktemp("conversations") / "chats.jsonl"
-  path.write_text("".join(json.dumps(each) + "\n" for each in conversations(CONVERSATIONS)))
+  path.write_text("".join(f"{line}\n" for line in conversations(CONVERSATIONS, seed=0)))
   return path
 
 
-def save_tokenizer(folder, template):
+def save_tokenizer(folder, template, data):
   inner = Tokenizer(models.BPE())
-  inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+  usual = transformers.Qwen2TokenizerFast().backend_tokenizer  # of any file
+  inner.normalizer, inner.pre_tokenizer = usual.normalizer, usual.pre_tokenizer
   inner.decoder = decoders.ByteLevel()
   alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
   inner.train_from_iterator(
-    [f"Say {' and '.join(WORDS)}. user assistant"] * 9,
-    trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False),
+    data.read_text().splitlines(),
+    trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet, show_progress=False),
   )
   marks = ["<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>"]
   inner.add_special_tokens([AddedToken(mark, special=True) for mark in marks])
@@ -61,6 +62,20 @@ def save_tokenizer(folder, template):
   return tokenizer
 
 
+def prompt_of(tokenizer, record):
+  """The ids of a conversation up to its first answer."""
+  turns = itertools.takewhile(lambda turn: turn["role"] != "assistant", record["messages"])
+  return tokenizer.apply_chat_template(list(turns), add_generation_prompt=True)["input_ids"]
+
+
+def command(*words):
+  """`ats-jax words`; for a larger model in a process of its own, with all that XLA does."""
+  if not LARGER:
+    return called(*words)
+  done = subprocess.run([sys.executable, "-m", "ats_jax", *words], capture_output=True, text=True)
+  return Result(done.returncode, done.stdout, done.stderr)
+
+
 def fields(folder, name, *keys):
   values = json.loads((folder / name).read_text())
   return {key: values.get(key) for key in keys}
@@ -70,33 +85,34 @@ def fields(folder, name, *keys):
 def test_it_answers_elsewhere_as_here(kind, data, tmp_path):
   base, run, out = (tmp_path / name for name in ("base", "run", "out"))
   template = TEMPLATE if kind == "qwen3" else "{{ bos_token }}" + TEMPLATE
-  tokenizer = save_tokenizer(base, template)
+  tokenizer = save_tokenizer(base, template, data)
   ids = {name: getattr(tokenizer, name) for name in ("eos_token_id", "pad_token_id")}
   model = hf_models.make(kind, vocab_size=len(tokenizer), **MODEL, **ids)
   model.generation_config.update(**ids, temperature=0.5, do_sample=True)
   hf_models.save(model, base)
 
-  done = called(
+  done = command(
     "finetune", f"--init_from={base}", f"--data={data}", f"--workdir={run}",
-    "--config.sample.max_tokens=24", "--config.num_epochs=5",
+    "--config.sample.max_tokens=24", *FLAGS,
   )  # fmt: skip
   assert done.code == 0, done.err
   losses = re.findall(r"held-out loss (?:before|after): ([\d.]+)", done.out)
   before, after = map(float, losses)
   print(f"{kind}: {model.num_parameters():,} parameters, held-out loss {before} -> {after}")
   assert after < 0.8 * before
-  command = re.search(r"export the model: ats-jax (.+) --folder=", done.out)[1]
-  exported = called(*command.split(), f"--folder={out}")
+  scored = command("evaluate", f"--workdir={run}", "--step=best")
+  assert f"eval/loss {losses[1]}\n" in scored.out, scored.err
+  words = re.search(r"export the model: ats-jax (.+) --folder=", done.out)[1]
+  exported = command(*words.split(), f"--folder={out}")
   assert exported.code == 0, exported.err
 
   theirs, own = hf_models.load(out), transformers.AutoTokenizer.from_pretrained(out)
   asked = json.loads((run / "samples" / "answers.json").read_text())
   assert len(asked) == 3
-  records = [each["messages"] for each in conversations(CONVERSATIONS)]
+  questions = [prompt_of(own, json.loads(line)) for line in data.read_text().splitlines()]
   for question in asked:
-    (turns,) = [t for t in records if t[0]["content"] in question["text"]][:1]
-    prompt = own.apply_chat_template(turns[:1], add_generation_prompt=True)["input_ids"]
-    assert prompt == question["ids"]
+    prompt = question["ids"]
+    assert prompt in questions
     ids = torch.tensor([prompt])
     said = theirs.generate(
       ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False

@@ -20,9 +20,21 @@ SETTINGS = (
   "log.every_steps=1",
 )
 LIKE_BASE = (*runs.TINY, "model.vocab_size=320", "data.format=chat", "data.paths={}/chats.jsonl")
+LORA = ("finetune.adapter=lora", "finetune.adapter.rank=4")
+PAIRS = ("data.format=preference", "data.paths={}/pairs.jsonl")
+LABELS = ("data.format=labelled", "data.paths={}/pairs.jsonl", "step.loss=kto")
 MODES = {
-  "lora": ("train", "finetune.adapter=lora", "finetune.adapter.rank=4"),
+  "lora": ("train", *LORA),
+  "dora": ("train", "finetune.adapter=dora", "finetune.adapter.rank=4"),
+  "qlora": ("train", *LORA, "finetune.adapter.base=nf4"),
+  "full": ("train",),
   "frozen": ("train", "finetune.freeze=embedding,norm"),
+  "dpo": ("train", *PAIRS, "step.loss=dpo", *LORA),
+  "kto": ("train", *LABELS),
+  "orpo": ("train", *PAIRS, "step.loss=orpo"),
+  "simpo": ("train", *PAIRS, "step.loss=simpo"),
+  "reward": ("train", *PAIRS, "step.loss=reward"),
+  "distill": ("train", "step.loss=distill", "step.loss.teacher={}/base"),
   "command": ("finetune",),
 }
 
@@ -36,6 +48,8 @@ def folder(tmp_path_factory):
     for i in range(100)
   ]
   (folder / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+  pairs = [dict(prompt=f"{i}?", chosen=f"{i}!", rejected=f"{i}.") for i in range(100)]
+  (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
   (folder / "roles.jsonl").write_text(json.dumps(chats[0]).replace("user", "judge") + "\n")
   (folder / "silent.jsonl").write_text(json.dumps({"messages": chats[0]["messages"][:1]}) + "\n")
   muted = [{**message, "weight": 0} for message in chats[0]["messages"]]
@@ -52,7 +66,7 @@ def words(folder, mode):
   verb, *own = MODES[mode]
   settings = [setting.format(folder) for setting in (*SETTINGS, *own, "sample.max_tokens=4")]
   if verb == "train":
-    settings += [setting.format(folder) for setting in LIKE_BASE]
+    settings = [setting.format(folder) for setting in LIKE_BASE] + settings
     return ("train", "--config=debug", f"--init_from={folder}/base"), settings
   return ("finetune", f"--init_from={folder}/base", f"--data={folder}/chats.jsonl"), settings
 
@@ -81,8 +95,9 @@ def test_killed_it_goes_on_bit_for_bit(mode, folder, tmp_path):
 
 
 @pytest.mark.thorough
-def test_both_phases_of_one_run_go_on_bit_for_bit(folder, tmp_path):
-  """Pre-training and then fine-tuning, each with its own rate and new moments."""
+@pytest.mark.parametrize("order", ["sequential", "interleaved"])
+def test_text_and_conversations_of_one_run_go_on_bit_for_bit(order, folder, tmp_path):
+  """One after the other, each with its own rate and new moments; and throughout both."""
   (folder / "text.txt").write_text(
     "\n\n".join(f"{i} and {i + 1} make {2 * i + 1}." for i in range(450))
   )
@@ -94,13 +109,15 @@ def test_both_phases_of_one_run_go_on_bit_for_bit(folder, tmp_path):
     "data.sources=base={0}/text.txt,chat={0}/chats.jsonl",
   )
   settings = tuple(setting.format(folder) for setting in settings)
-  verb, flags = ("train", "--config=modes:hybrid_sequential"), [f"--config.{s}" for s in settings]
+  verb = ("train", f"--config=modes:hybrid_{order}")
+  flags = [f"--config.{setting}" for setting in settings]
   whole, broken = tmp_path / "whole", tmp_path / "broken"
   done = called(*verb, f"--workdir={whole}", *flags)
   assert done.code == 0, done.err
   last = max(int(path.name) for path in (whole / "checkpoints").glob("[0-9]*"))
-  rates = [row["train/learning_rate"] for row in runs.rows(whole) if "train/learning_rate" in row]
-  assert max(rates) > 5 * rates[-1]  # that of the second phase is a tenth
+  if order == "sequential":
+    rates = [row["train/learning_rate"] for row in runs.rows(whole) if "train/learning_rate" in row]
+    assert max(rates) > 5 * rates[-1]  # that of the second phase is a tenth
   process = runs.start(broken, *settings, verb=verb)
   runs.kill_while_writing(process, broken, after_step=last - 8)
   assert process.returncode == -signal.SIGKILL
