@@ -12,7 +12,7 @@ from absl import logging
 
 from ats_jax.config.schema import DataConfig
 from ats_jax.data.corpus import cache, prepared
-from ats_jax.data.corpus.corpus import Corpus, nothing_left, train_texts
+from ats_jax.data.corpus.corpus import NO_RECORD, Corpus, nothing_left, train_texts
 from ats_jax.data.corpus.shards import DEFAULT_OPTIONS, TokeniseOptions
 from ats_jax.data.rows import row_order
 from ats_jax.data.rows.contract import TrainingDocuments, TrainRows
@@ -305,10 +305,7 @@ def _find(
 def counts_of(report: Mapping[str, Any]) -> str:
   """What was left out, of a corpus's report, with the first of it."""
   counts = {**report["malformed"], **report["skipped"], **report.get("filtered", {})}
-  return (
-    "; ".join([*(f"{n} {kind}" for kind, n in counts.items()), *report["first"]])
-    or "nothing malformed"
-  )
+  return "; ".join([*(f"{n} {kind}" for kind, n in counts.items()), *report["first"]]) or NO_RECORD
 
 
 def pack(

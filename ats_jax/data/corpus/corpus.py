@@ -156,7 +156,11 @@ def train_texts(
         except StopIteration:
           open_files.remove(text)
   if not has_text:
-    raise ValueError(nothing_left(str(report)))
+    left_out = report.dropped or report.filtered
+    raise ValueError(nothing_left(str(report) if left_out else NO_RECORD))
+
+
+NO_RECORD = "the files hold no record, or no more than is held out"
 
 
 def nothing_left(report: str) -> str:

@@ -228,6 +228,9 @@ class TestTooLittle:
     for tokenizer in ("bytes", "bpe"):
       with pytest.raises(ValueError, match=r"(?s)Nothing is left.*1 missing field.*a\.jsonl:1"):
         open_datasets(config(paths=(str(path),), tokenizer=tokenizer), 0)
+    empty = write("b.jsonl", "")
+    with pytest.raises(ValueError, match=r"Nothing is left.*the files hold no record"):
+      open_datasets(config(paths=(str(empty),), tokenizer="bytes"), 0)
 
   def test_shorter_than_a_row_and_nothing_to_validate_on(self, write, config, tmp_path):
     cfg = config(paths=(str(write("a.txt", "x" * 50)),), seq_len=52)
