@@ -71,8 +71,14 @@ def words(folder, mode):
   return ("finetune", f"--init_from={folder}/base", f"--data={folder}/chats.jsonl"), settings
 
 
+# What the state and the rows have besides; the other modes differ in their losses alone.
+OWN = {"lora", "qlora", "dpo", "distill", "command"}
+
+
 @pytest.mark.thorough
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+  "mode", [pytest.param(m, marks=() if m in OWN else pytest.mark.slow) for m in MODES]
+)
 def test_killed_it_goes_on_bit_for_bit(mode, folder, tmp_path):
   verb, settings = words(folder, mode)
   whole, broken = tmp_path / "whole", tmp_path / "broken"
