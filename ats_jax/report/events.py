@@ -68,7 +68,10 @@ def _event(row: LedgerLine) -> Event:
   step = row["step"]
   match row["kind"]:
     case "check":
-      return Event(step, "finding", ": ".join((row["health"]["level"], *row["health"]["causes"])))
+      seen = row["reading"]
+      about = f"Of steps {seen['first']:,} to {seen['step']:,}."
+      what = ": ".join((row["health"]["level"], *row["health"]["causes"]))
+      return Event(step, "finding", what, evidence=about)
     case "bounded":
       return Event(step, "limited", tell_bounded(row))
     case "loss_scale":

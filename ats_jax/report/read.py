@@ -12,7 +12,7 @@ import numpy as np
 
 from ats_jax.checkpoint import workdir
 from ats_jax.metrics.rows import jsonl_rows
-from ats_jax.orchestrator.record.ledger import LedgerLine, read_lines
+from ats_jax.orchestrator.record.ledger import LedgerLine, read_lines, reading
 from ats_jax.store import lease, paths
 from ats_jax.store.paths import Path
 from ats_jax.store.secrets import masked, masked_values
@@ -130,19 +130,20 @@ def read_run(text: str) -> RunRecord:
   path = folder / METRICS
   columns, texts = read_rows(path) if path.exists() else ({}, [])
   layers, layer_rows = _layers(folder / workdir.LAYERS)
-  ledger = folder / workdir.DECISIONS
+  decisions = folder / workdir.DECISIONS
+  ledger = read_lines(decisions) if decisions.exists() else []
   log = _lines(folder / LOG)
   return RunRecord(
     name=masked(text.rstrip("/")),
     settings=settings,
     metadata=metadata,
     performance=_json(folder / workdir.PERFORMANCE, dict),
-    columns=columns,
+    columns=columns | _probed(decisions, ledger),
     samples=_samples(folder / SAMPLES, texts),
     answers=_json(folder / SAMPLES / ANSWERS, list),
     layers=layers,
     layer_rows=layer_rows,
-    ledger=read_lines(ledger) if ledger.exists() else [],
+    ledger=ledger,
     log=log,
     state=_state(settings, metadata, columns, log, is_live=lease.is_held(folder / workdir.LOCK)),
   )
@@ -181,6 +182,24 @@ def read_rows(path: Path) -> tuple[dict[str, Column], list[tuple[int, str, str]]
           known[0].extend(own)
           known[1].extend(numbers)
   return {name: Column.of(*column) for name, column in found.items()}, texts
+
+
+def _probed(path: Path, ledger: list[LedgerLine]) -> dict[str, Column]:
+  """Losses of the probe at the steps of the weights; rows of metrics have those of the looks."""
+  found: dict[str, dict[int, float]] = {}
+  for row in ledger:
+    if row["kind"] == "check":
+      with reading(path, row.number):
+        if row["stale"]:  # of weights that a rollback has replaced since
+          continue
+        for name, loss in row["reading"]["held"].items():
+          found.setdefault(name, {})[row["reading"]["step"]] = float(loss)
+  return {
+    "/".join(filter(None, ("orchestrator", name, "probe_loss"))): Column.of(
+      list(of.keys()), list(of.values())
+    )
+    for name, of in found.items()
+  }
 
 
 def _json(path: Path, kind: type) -> Any:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from run_folders import BEGAN, end, rolled_back, training, write_run
 
+from ats_jax.orchestrator.record.ledger import Ledger
 from ats_jax.report.events import events_of
 from ats_jax.report.facts import device_hours
 from ats_jax.report.figures import series
@@ -132,6 +133,24 @@ def test_a_decision_has_its_cause_and_the_losses_about_it(tmp_path):
   (loss, *_) = figures_of(run, [event])
   assert loss.events == (0,)
   assert loss.phases == (("warm-up", 0.0, 20.0), ("decay", 20.0, 100.0))
+
+
+def test_losses_of_the_probe_stand_at_the_steps_of_their_weights(tmp_path):
+  folder = write_run(tmp_path / "a", [{"step": 40, "orchestrator/probe_loss": 5.0}])
+  book = Ledger(folder / "decisions.jsonl")
+  for look, (step, loss, stale) in enumerate([(20, 5.0, False), (40, 4.0, False), (60, 9.0, True)]):
+    held = {"": loss, "code": loss + 1.0}
+    seen = {"reading": {"first": step - 19, "step": step, "held": held}, "stale": stale}
+    book.write("check", 20 * look + 40, **seen, health={"level": "warning", "causes": ["x"]})
+  book.close()
+  run = read_run(str(folder))
+  for name, losses in (
+    ("orchestrator/probe_loss", [5, 4]),
+    ("orchestrator/code/probe_loss", [6, 5]),
+  ):
+    assert [list(values) for values in run.column(name)] == [[20, 40], losses]
+  (event,) = events_of(run)
+  assert (event.step, event.what, event.evidence) == (40, "warning: x", "Of steps 1 to 20.")
 
 
 def test_the_verdict_says_facts(tmp_path):
