@@ -79,6 +79,11 @@ def evaluate_run(
       by_name = text if isinstance(text, Mapping) else {"": text}
       split = lambda files: open_split(cfg.data, cfg.seed, files, run.tokenizer)
       sets = tuple(EvalSet(name, split(files)) for name, files in by_name.items())
+    elif POSITION not in run.extra:  # of an import, or of runs that were merged
+      raise ValueError(
+        f"evaluation: {folder} holds weights that were not trained there, so it has no validation "
+        "split. Give text by --paths."
+      )
     else:
       try:
         train_set, main_set = open_data(cfg.data, cfg.seed)

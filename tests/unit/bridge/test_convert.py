@@ -315,6 +315,8 @@ def test_the_commands(tmp_path):
   assert "Qwen2: " in report and "--init_from=" in report
   text = called("generate", f"--workdir={run}", "--prompt=ab", "--max_tokens=2")
   assert text.code == 0, text.err
+  with pytest.raises(ValueError, match=r"no validation split\. Give text by --paths"):
+    printed_by("evaluate", f"--workdir={run}")
   with pytest.raises(ValueError, match="holds checkpoints already"):
     printed_by(*words)
   assert "import" in forked("ats_jax", "bridge").error()
