@@ -35,8 +35,8 @@ def orthonormal(x_MN: jax.Array) -> jax.Array:
   def add(panel: jax.Array, q_MN: jax.Array) -> jax.Array:
     x_MP = jax.lax.dynamic_slice_in_dim(x_MN, panel * PANEL, PANEL, axis=1)
     for _ in range(PASSES):
-      x_MP = _unit(x_MP - _times(q_MN, _times(q_MN.T, x_MP)))
-      products_PP = _times(x_MP.T, x_MP) + SHIFT * jnp.eye(PANEL)
+      x_MP = _unit(x_MP - times(q_MN, times(q_MN.T, x_MP)))
+      products_PP = times(x_MP.T, x_MP) + SHIFT * jnp.eye(PANEL)
       lower_PP = jnp.linalg.cholesky(products_PP, symmetrize_input=False)
       x_MP = jax.lax.linalg.triangular_solve(lower_PP, x_MP, lower=True, transpose_a=True)
     return jax.lax.dynamic_update_slice_in_dim(q_MN, _unit(x_MP), panel * PANEL, axis=1)
@@ -51,5 +51,6 @@ def _unit(x_MP: jax.Array) -> jax.Array:
   return x_MP / jnp.maximum(jnp.sqrt(jnp.sum(jnp.square(x_MP), axis=0)), 1.0)
 
 
-def _times(x: jax.Array, y: jax.Array) -> jax.Array:
+def times(x: jax.Array, y: jax.Array) -> jax.Array:
+  """The product of matrices in float32. Rounded factors would hide small eigenvalues."""
   return jnp.matmul(x, y, precision=jax.lax.Precision.HIGHEST)

@@ -21,6 +21,7 @@ from ats_jax.data.text.source import SourceFile, document_name, name_hash
 from ats_jax.data.tokens.tokenizer import Tokenizer
 
 LAYOUT = 4  # of a corpus in the cache: raise it when its files change
+NO_RECORD = "the files hold no record, or no more than is held out"
 _OPEN_FILES = 64  # files the BPE's sample is drawn from at a time
 
 
@@ -158,9 +159,6 @@ def train_texts(
   if not has_text:
     left_out = report.dropped or report.filtered
     raise ValueError(nothing_left(str(report) if left_out else NO_RECORD))
-
-
-NO_RECORD = "the files hold no record, or no more than is held out"
 
 
 def nothing_left(report: str) -> str:

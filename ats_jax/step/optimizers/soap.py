@@ -12,7 +12,7 @@ import optax
 from ats_jax.config.schema import Config
 from ats_jax.config.schema.optimizer import InEigenbasis, Soap, SoapMuon
 from ats_jax.model.param import Param, params_of, per_param, reshard_params
-from ats_jax.ops.gram_schmidt import orthonormal
+from ats_jax.ops.gram_schmidt import orthonormal, times
 from ats_jax.ops.newton_schulz import of_unit_norm, orthogonalise
 from ats_jax.ops.registry import XLA, Kernels
 from ats_jax.sharding.apply import map_tensors, replicate, zeros_of_tensors
@@ -185,8 +185,8 @@ def _update(
   direction, mu, nu = rule(functools.partial(_turn, bases), grad, mu, nu, steps, b1, b2)
   direction = _turn([jax.tree.map(jnp.matrix_transpose, q) for q in bases], direction)
   average = lambda old, new: b2 * old + (1.0 - b2) * new
-  left = jax.tree.map(lambda p: average(p, _times(grad, grad.T)), left)
-  right = jax.tree.map(lambda p: average(p, _times(grad.T, grad)), right)
+  left = jax.tree.map(lambda p: average(p, times(grad, grad.T)), left)
+  right = jax.tree.map(lambda p: average(p, times(grad.T, grad)), right)
 
   def first(nu: jax.Array, *bases: Any) -> tuple[Any, ...]:
     del bases
@@ -198,7 +198,7 @@ def _update(
     for axis, (side, basis) in enumerate(zip((left, right), bases, strict=True)):
       if not isinstance(basis, optax.MaskedNode):
         # What is far below the largest eigenvalue stays as it is, and no column is zero.
-        product = _times(_unit(side), basis) + EPS * basis
+        product = times(_unit(side), basis) + EPS * basis
         order = jnp.argsort(-jnp.sum(basis * product, axis=0))
         nu = jnp.take(nu, order, axis=axis)
         basis = orthonormal(product[:, order])
@@ -214,13 +214,8 @@ def _update(
 def _turn(bases: Any, x: jax.Array) -> jax.Array:
   """`left^T x right`, where there are bases; with transposed ones the inverse of it."""
   left, right = bases
-  x = x if isinstance(left, optax.MaskedNode) else _times(left.T, x)
-  return x if isinstance(right, optax.MaskedNode) else _times(x, right)
-
-
-def _times(x: jax.Array, y: jax.Array) -> jax.Array:
-  """The product of matrices in float32. Rounded factors would hide small eigenvalues."""
-  return jnp.matmul(x, y, precision=jax.lax.Precision.HIGHEST)
+  x = x if isinstance(left, optax.MaskedNode) else times(left.T, x)
+  return x if isinstance(right, optax.MaskedNode) else times(x, right)
 
 
 def _unit(side: jax.Array) -> jax.Array:
