@@ -207,7 +207,7 @@ def four() -> list[Case]:
     "stages": "mesh.stage=2 mesh.fsdp=2 step.accum_steps=8",
     "pipeline": "mesh.stage=4 step.accum_steps=16",
   }
-  rows = {"1.5B": 32, "8B": 8, "16": 16}
+  rows = {"1.5B": 32, "5B": 16, "8B": 8, "16": 16}
   staged = {"stages", "pipeline"}  # with as many rows a micro-batch as the case of one GPU has
   cases = [
     Case(f"{model} four {name}", 4,
@@ -215,8 +215,16 @@ def four() -> list[Case]:
          NO_TRITON if model == "16" else "", 6, f"{model} one", traced=model == "16")
     for model, number in rows.items()
     for name, mesh in meshes.items()
-    if model != "16" or name in ("fsdp", "keep", "copies")
+    if model not in ("16", "5B") or name in ("fsdp", "keep", "copies")
   ]  # fmt: skip
+  for name, mesh in (("stages", "mesh.stage=2 mesh.fsdp=2"), ("pipeline", "mesh.stage=4")):
+    kept = f"{mesh} mesh.stage_rounds=2 step.remat=none step.remat_stages=names"
+    number = 8 if name == "stages" else 16
+    cases.append(Case(f"1.5B four {name} kept", 4,
+                      f"data.batch_size=32 {kept} step.accum_steps={number}", "", 6, "1.5B one",
+                      traced=False))  # fmt: skip
+  cases.append(Case("1.5B 8bit four", 4, f"data.batch_size=32 {meshes['copies']} "
+                    "precision.fp8=true", "", 6, "1.5B 8bit one", traced=False))  # fmt: skip
   exchanges = {
     "expert": "mesh.expert=4 moe.exchange.factor=1.25",
     "bins": "mesh.expert=4 moe.exchange=bins",
