@@ -30,8 +30,9 @@ def paged_attention(
   """A program attends with the queries of one key head to one of `splits` parts of a row's keys.
 
   q [rows, heads, width], k and v [pages, page, kv_heads, width], table [rows, row_pages], lengths
-  [rows] with the token itself; parts [rows, kv_heads, splits, block_m, width] and lse [rows,
-  kv_heads, splits, block_m] in float32. A part without a key has an lse of -inf.
+  [rows] with the token itself; parts [rows, kv_heads, splits, group, width] and lse [rows,
+  kv_heads, splits, group] in float32, with a group of heads / kv_heads. A part without a key is 0,
+  and has an lse of -inf.
   """
   row, head = tl.program_id(0) // kv_heads, tl.program_id(0) % kv_heads
   group: tl.constexpr = heads // kv_heads
@@ -71,5 +72,34 @@ def paged_attention(
   y = tl.where(some[:, None], y / tl.where(some, total, 1.0)[:, None], 0.0)
   log_sum = tl.where(some, (top + tl.log2(tl.where(some, total, 1.0))) / LOG2_E, float("-inf"))
   part = (row * kv_heads + head) * splits + tl.program_id(1)
-  tl.store(parts + (part * block_m + queries)[:, None] * width + columns[None, :], y)
-  tl.store(lse + part * block_m + queries, log_sum)
+  is_query = queries < group
+  into = (part * group + queries)[:, None] * width + columns[None, :]
+  tl.store(parts + into, y, mask=is_query[:, None])
+  tl.store(lse + part * group + queries, log_sum, mask=is_query)
+
+
+@triton.jit
+def merge(
+  parts,
+  lse,
+  out,
+  group: tl.constexpr,
+  width: tl.constexpr,
+  splits: tl.constexpr,
+  block_s: tl.constexpr,
+):
+  """A program joins the parts of one query of `paged_attention`.
+
+  out [rows, heads, width]; `block_s` is a power of two from `splits` on.
+  """
+  of, query = tl.program_id(0), tl.program_id(1)
+  numbers, columns = tl.arange(0, block_s), tl.arange(0, width)
+  rows = (of * splits + numbers) * group + query
+  is_part = numbers < splits
+  log_sum = tl.load(lse + rows, mask=is_part, other=float("-inf"))
+  top = tl.max(log_sum)
+  share = tl.exp2((log_sum - tl.where(top == float("-inf"), 0.0, top)) * LOG2_E)
+  y = tl.load(parts + rows[:, None] * width + columns[None, :], mask=is_part[:, None], other=0.0)
+  total = tl.sum(share)
+  y = tl.sum(y * share[:, None], 0) / tl.where(total == 0, 1.0, total)
+  tl.store(out + (of * group + query) * width + columns, y)

@@ -16,16 +16,20 @@ def paged_attention(q_BNH, k_GPKH, v_GPKH, table_BW, length_B, *, window, soft_c
   launch = plan.paged_attention(q_BNH.shape, k_GPKH.shape, table_BW.shape[1], window, soft_cap)
   sizes = launch.constants
   rows, heads, width = q_BNH.shape
-  parts = (rows, sizes["kv_heads"], sizes["splits"], sizes["block_m"])
-  y, lse = call(
+  kv_heads, splits = sizes["kv_heads"], sizes["splits"]
+  group = heads // kv_heads
+  parts, lse = call(
     launch,
     {"q": q_BNH, "k": k_GPKH, "v": v_GPKH, "table": table_BW, "lengths": length_B},
     {
-      "parts": jax.ShapeDtypeStruct((*parts, width), jnp.float32),
-      "lse": jax.ShapeDtypeStruct(parts, jnp.float32),
+      "parts": jax.ShapeDtypeStruct(
+        (rows, kv_heads, splits, group, width), q_BNH.dtype if splits == 1 else jnp.float32
+      ),
+      "lse": jax.ShapeDtypeStruct((rows, kv_heads, splits, group), jnp.float32),
     },
   )
-  group = heads // sizes["kv_heads"]
-  y, lse = y[..., :group, :], lse[..., :group]
-  share = jax.nn.softmax(lse, axis=2)
-  return jnp.sum(y * share[..., None], axis=2).reshape(q_BNH.shape).astype(q_BNH.dtype)
+  if splits == 1:
+    return parts.reshape(q_BNH.shape)
+  merge = plan.merge(rows, kv_heads, group, splits, width)
+  of_parts = {"parts": parts, "lse": lse}
+  return call(merge, of_parts, {"out": jax.ShapeDtypeStruct(q_BNH.shape, q_BNH.dtype)})[0]

@@ -64,6 +64,7 @@ QUERY_GRADIENT = _tiles(
   SIZES, (128, 64, 8, 3), (128, 32, 8, 3), (64, 64, 4, 2), (64, 32, 4, 1), (32, 32, 4, 1)
 )
 QUERY_GRADIENT_PARTS = _tiles(SIZES, (64, 64, 4, 2), (64, 32, 4, 1), (32, 32, 4, 1))
+MERGE = (Tile({}, num_warps=1, num_stages=1),)
 GROUPED = _tiles("block_m block_n block_k", (128, 256, 64, 8, 3), (128, 128, 32, 8, 3))
 GROUPED_WEIGHTS = _tiles("block_m block_n block_k", (128, 256, 32, 8, 4), (128, 128, 32, 8, 3))
 
@@ -196,3 +197,18 @@ def paged_attention(
   return Launch(
     "decode", "paged_attention", constants, tiles, lambda blocks: (rows * kv_heads, splits)
   )
+
+
+def merge(rows: int, kv_heads: int, group: int, splits: int, width: int) -> Launch:
+  """Join the parts of `paged_attention`.
+
+  Args:
+    rows: of a call.
+    kv_heads: key/value heads.
+    group: query heads of each.
+    splits: parts of a row.
+    width: of a head.
+  """
+  constants = {"group": group, "width": width, "splits": splits}
+  constants["block_s"] = 1 << (splits - 1).bit_length()
+  return Launch("decode", "merge", constants, MERGE, lambda blocks: (rows * kv_heads, group))

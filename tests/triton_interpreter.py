@@ -29,7 +29,8 @@ def interpreter() -> Iterator[Callable[..., Callable]]:
         def run(*arrays):
           named = {name: np.asarray(a) for name, a in zip(inputs, arrays, strict=True)}
           shapes = {name: (s.shape, np.dtype(s.dtype).name) for name, s in outputs.items()}
-          of = launch.module, launch.kernel, launch.grid(blocks), {**launch.constants, **blocks}
+          own = {name: blocks[name] for name in launch.tiles[0].blocks}
+          of = launch.module, launch.kernel, launch.grid(blocks), {**launch.constants, **own}
           return pool.submit(_run, *of, named, shapes).result()
 
         return jax.pure_callback(run, tuple(outputs.values()), *inputs.values())

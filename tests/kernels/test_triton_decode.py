@@ -7,7 +7,7 @@ import pytest
 import triton_interpreter
 
 from ats_jax.ops.attention.paged import paged_attention
-from kernels_triton import decode_slots
+from kernels_triton import decode_slots, plan
 
 pytestmark = pytest.mark.hf
 pytest.importorskip("triton")
@@ -26,9 +26,14 @@ def drawn(seed, *shape):
   return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 40}, {"soft_cap": 2.0}], ids=str)
-def test_attention_of_one_token_to_pages(options, interpreter, monkeypatch):
+@pytest.mark.parametrize(
+  ("options", "programs"),
+  [({}, 264), ({}, 36), ({}, 12), ({"window": 40}, 264), ({"soft_cap": 2.0}, 264)],
+  ids=str,
+)
+def test_attention_of_one_token_to_pages(options, programs, interpreter, monkeypatch):
   monkeypatch.setattr(decode_slots, "call", interpreter(block_n=32))
+  monkeypatch.setattr(plan, "PROGRAMS", programs)  # so 5 parts of a row, 3, or 1
   rows = len(LENGTHS)
   pages = np.random.default_rng(3).permutation(rows * ROW_PAGES + 3)[: rows * ROW_PAGES]
   table = jnp.asarray(pages.reshape(rows, ROW_PAGES), jnp.int32)
