@@ -9,8 +9,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 @triton.jit
 def paged_attention(
   q,
-  k,
-  v,
+  pages,
   table,
   lengths,
   parts,
@@ -29,10 +28,10 @@ def paged_attention(
 ):
   """A program attends with the queries of one key head to one of `splits` parts of a row's keys.
 
-  q [rows, heads, width], k and v [pages, page, kv_heads, width], table [rows, row_pages], lengths
-  [rows] with the token itself; parts [rows, kv_heads, splits, group, width] and lse [rows,
-  kv_heads, splits, group] in float32, with a group of heads / kv_heads. A part without a key is 0,
-  and has an lse of -inf.
+  q [rows, heads, width], pages [pages, page, kv_heads, keys and values of width], table [rows,
+  row_pages], lengths [rows] with the token itself; parts [rows, kv_heads, splits, group, width] and
+  lse [rows, kv_heads, splits, group] in float32, with a group of heads / kv_heads. A part without a
+  key is 0, and has an lse of -inf.
   """
   row, head = tl.program_id(0) // kv_heads, tl.program_id(0) % kv_heads
   group: tl.constexpr = heads // kv_heads
@@ -53,10 +52,10 @@ def paged_attention(
     page_id = tl.load(table + row * row_pages + start // page).to(tl.int64)
     tokens = start + tl.arange(0, block_n)
     slots = page_id * page + tokens % page
-    where = (slots[:, None] * kv_heads + head) * width + columns[None, :]
+    where = (slots[:, None] * kv_heads + head) * 2 * width + columns[None, :]
     seen = (tokens < end) & (tokens >= first)
-    k_tile = tl.load(k + where, mask=seen[:, None], other=0.0)
-    v_tile = tl.load(v + where, mask=seen[:, None], other=0.0)
+    k_tile = tl.load(pages + where, mask=seen[:, None], other=0.0)
+    v_tile = tl.load(pages + where + width, mask=seen[:, None], other=0.0)
     s = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale
     if soft_cap > 0:
       s = soft_cap * (2 * tl.sigmoid(2 * s / soft_cap) - 1)

@@ -1,7 +1,7 @@
 """The slot of the op `paged_attention`.
 
-Letters: B rows, N query heads, K key/value heads, H head_dim, G pages in all, P slots of a page,
-W pages of a row.
+Letters: B rows, N query heads, K key/value heads, H head_dim, X keys and values of a head, G pages
+in all, P slots of a page, W pages of a row.
 """
 
 import jax
@@ -11,16 +11,16 @@ from kernels_triton import plan
 from kernels_triton.call import call
 
 
-def paged_attention(q_BNH, k_GPKH, v_GPKH, table_BW, length_B, *, window, soft_cap) -> jax.Array:
+def paged_attention(q_BNH, pages_GPKX, table_BW, length_B, *, window, soft_cap) -> jax.Array:
   """One query a row, which sees `length_B` slots; parts of a row in parallel, then joined."""
-  launch = plan.paged_attention(q_BNH.shape, k_GPKH.shape, table_BW.shape[1], window, soft_cap)
+  launch = plan.paged_attention(q_BNH.shape, pages_GPKX.shape, table_BW.shape[1], window, soft_cap)
   sizes = launch.constants
   rows, heads, width = q_BNH.shape
   kv_heads, splits = sizes["kv_heads"], sizes["splits"]
   group = heads // kv_heads
   parts, lse = call(
     launch,
-    {"q": q_BNH, "k": k_GPKH, "v": v_GPKH, "table": table_BW, "lengths": length_B},
+    {"q": q_BNH, "pages": pages_GPKX, "table": table_BW, "lengths": length_B},
     {
       "parts": jax.ShapeDtypeStruct(
         (rows, kv_heads, splits, group, width), q_BNH.dtype if splits == 1 else jnp.float32

@@ -174,7 +174,7 @@ def paged_attention(
 
   Args:
     q_shape: [rows, heads, width]; the width is a power of two from 16 on.
-    pages_shape: [pages, slots of a page, kv_heads, width].
+    pages_shape: [pages, slots of a page, kv_heads, keys and values of this width].
     row_pages: pages of a row at most.
     window: as in `ops.attention.causal.attention`, as the soft cap.
     soft_cap: of scores, or None.

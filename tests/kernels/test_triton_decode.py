@@ -44,9 +44,10 @@ def test_attention_of_one_token_to_pages(options, programs, interpreter, monkeyp
   for row, length in enumerate(LENGTHS):
     unread = jnp.asarray(at >= length)[..., None, None]
     k = k.at[table[row]].set(jnp.where(unread, 1e4, k[table[row]]))
+  pages = jnp.concatenate([k, v], axis=-1)
   lengths = jnp.array(LENGTHS, jnp.int32)
-  want = paged_attention(q, k, v, table, lengths[:, None] - 1, **options)
+  want = paged_attention(q, pages, table, lengths[:, None] - 1, **options)
   options = {"window": None, "soft_cap": None} | options
   run = lambda *args: decode_slots.paged_attention(*args, **options)
-  got = jax.jit(run)(q[:, 0], k, v, table, lengths)
+  got = jax.jit(run)(q[:, 0], pages, table, lengths)
   np.testing.assert_allclose(got, want[:, 0], rtol=2e-5, atol=2e-5)

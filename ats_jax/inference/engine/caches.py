@@ -1,11 +1,11 @@
 """What layers keep of earlier tokens, in pages that rows share.
 
 Letters: B rows, W pages of a row, G pages in all, P slots of a page, K key/value heads, H head_dim,
-T new tokens, N query heads.
+X keys and values of a head, C latent, R rotated part of a key, Y both, T new tokens, N query heads.
 """
 
 import dataclasses
-from typing import Any, Self
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -45,21 +45,14 @@ class Pages:
   """Keys and values of a layer (`model.attention.Attended`).
 
   Attributes:
-    k_GPKH: keys.
-    v_GPKH: values.
+    array: [G, P, K, X], keys, and behind those of each head its values.
     view: which of them are of which row.
     slots: tokens that a row can hold here.
   """
 
-  k_GPKH: jax.Array
-  v_GPKH: jax.Array
+  array: jax.Array
   view: View
   slots: int = dataclasses.field(metadata=dict(static=True))
-
-  @property
-  def arrays(self) -> tuple[jax.Array, ...]:
-    """What the device keeps from step to step."""
-    return self.k_GPKH, self.v_GPKH
 
   def attend(
     self, q_BTNH, k_BTKH, v_BTKH, index_BT, *, window, soft_cap, sinks_N
@@ -68,14 +61,14 @@ class Pages:
     view, of_pages = self.view, (*PAGE_AXES, "kv_heads", "head_dim")
     options = {"window": window, "soft_cap": soft_cap}
 
-    def add(k_pages, v_pages, k, v, table, index):
-      return write(k_pages, k, table, index), write(v_pages, v, table, index)
+    def add(pages, k, v, table, index):
+      return write(pages, jnp.concatenate([k, v], axis=-1), table, index)
 
     pages = island(
       add,
-      in_axes=(of_pages, of_pages, KV_AXES, KV_AXES, TOKEN_AXES, TOKEN_AXES),
-      out_axes=(of_pages, of_pages),
-    )(*self.arrays, k_BTKH, v_BTKH, view.table_BW, index_BT)
+      in_axes=(of_pages, KV_AXES, KV_AXES, TOKEN_AXES, TOKEN_AXES),
+      out_axes=of_pages,
+    )(self.array, k_BTKH, v_BTKH, view.table_BW, index_BT)
     if view.whole:
       known_BT = ((index_BT >= 0) & (index_BT < self.slots)).astype(jnp.int32)
       y_BTNH = attention(
@@ -83,14 +76,14 @@ class Pages:
         sinks_N=sinks_N, **options,
       )  # fmt: skip
     else:
-      local = lambda q, k, v, table, index, sinks=None: paged_attention(
-        q, k, v, table, index, sinks_N=sinks, kernels=view.kernels, **options
+      local = lambda q, pages, table, index, sinks=None: paged_attention(
+        q, pages, table, index, sinks_N=sinks, kernels=view.kernels, **options
       )
       sinks = () if sinks_N is None else (sinks_N,)
-      axes = (Q_AXES, of_pages, of_pages, TOKEN_AXES, TOKEN_AXES, *(("heads",) for _ in sinks))
+      axes = (Q_AXES, of_pages, TOKEN_AXES, TOKEN_AXES, *(("heads",) for _ in sinks))
       attend = island(local, in_axes=axes, out_axes=Q_AXES)
-      y_BTNH = attend(q_BTNH, *pages, view.table_BW, index_BT, *sinks)
-    return y_BTNH, dataclasses.replace(self, k_GPKH=pages[0], v_GPKH=pages[1])
+      y_BTNH = attend(q_BTNH, pages, view.table_BW, index_BT, *sinks)
+    return y_BTNH, dataclasses.replace(self, array=pages)
 
 
 @jax.tree_util.register_dataclass
@@ -99,40 +92,32 @@ class LatentPages:
   """Latents of a layer (`model.latent_attention.LatentCache`).
 
   Attributes:
-    latent_GPC: latents.
-    rotated_GPR: rotated parts of keys.
+    array: [G, P, Y], latents, and behind each the rotated part of its key.
     view: which of them are of which row.
     slots: tokens that a row can hold here.
   """
 
-  latent_GPC: jax.Array
-  rotated_GPR: jax.Array
+  array: jax.Array
   view: View
   slots: int = dataclasses.field(metadata=dict(static=True))
-
-  @property
-  def arrays(self) -> tuple[jax.Array, ...]:
-    """What the device keeps from step to step."""
-    return self.latent_GPC, self.rotated_GPR
 
   def attend(
     self, q_BTNC, turned_BTNR, latent_BTC, rotated_BTR, index_BT, *, scale
   ) -> tuple[jax.Array, Self]:
     """Attend to the latents of a row's slots, those of the new tokens among them."""
 
-    def local(q, turned, latent, rotated, latents, rotateds, table, index):
-      latents = write(latents, latent, table, index)
-      rotateds = write(rotateds, rotated, table, index)
-      of_rows = read(latents, table), read(rotateds, table)
-      return attend_to_latents(q, turned, *of_rows, index, scale), latents, rotateds
+    def local(q, turned, latent, rotated, pages, table, index):
+      pages = write(pages, jnp.concatenate([latent, rotated], axis=-1), table, index)
+      latents, rotateds = jnp.split(read(pages, table), [latent.shape[-1]], axis=-1)
+      return attend_to_latents(q, turned, latents, rotateds, index, scale), pages
 
-    token, pages = ("batch", "seq", "latent"), (*PAGE_AXES, "latent")
-    y, latents, rotateds = island(
+    token, of_pages = ("batch", "seq", "latent"), (*PAGE_AXES, "latent")
+    y, pages = island(
       local,
-      in_axes=(Q_AXES, Q_AXES, token, token, pages, pages, TOKEN_AXES, TOKEN_AXES),
-      out_axes=(Q_AXES, pages, pages),
-    )(q_BTNC, turned_BTNR, latent_BTC, rotated_BTR, *self.arrays, self.view.table_BW, index_BT)
-    return y, dataclasses.replace(self, latent_GPC=latents, rotated_GPR=rotateds)
+      in_axes=(Q_AXES, Q_AXES, token, token, of_pages, TOKEN_AXES, TOKEN_AXES),
+      out_axes=(Q_AXES, of_pages),
+    )(q_BTNC, turned_BTNR, latent_BTC, rotated_BTR, self.array, self.view.table_BW, index_BT)
+    return y, dataclasses.replace(self, array=pages)
 
 
 def slots_of(block: Block, context: int, rules: Pass) -> int:
@@ -140,15 +125,14 @@ def slots_of(block: Block, context: int, rules: Pass) -> int:
   return rules.places(context) if block.depth is not None and block.scope == "block" else context
 
 
-def widths_of(cfg: ModelConfig) -> tuple[dict[str, int], ...]:
+def width_of(cfg: ModelConfig) -> dict[str, int]:
   """The sizes of what a layer keeps of a token, by logical axis."""
   if cfg.kv_latent_dim:
-    return {"latent": cfg.kv_latent_dim}, {"latent": cfg.latent_rope_dim}
-  return ({"kv_heads": cfg.num_kv_heads, "head_dim": cfg.head_dim},) * 2
+    return {"latent": cfg.kv_latent_dim + cfg.latent_rope_dim}
+  return {"kv_heads": cfg.num_kv_heads, "head_dim": 2 * cfg.head_dim}
 
 
-def pages_of(block: Block, arrays: Any, view: View, slots: int) -> Pages | LatentPages:
+def pages_of(block: Block, array: jax.Array, view: View, slots: int) -> Pages | LatentPages:
   """The pages of a layer, as it reads them."""
   kind = Pages if isinstance(block.attn, Attention) else LatentPages
-  first, second = arrays
-  return kind(first, second, view, slots)
+  return kind(array, view, slots)

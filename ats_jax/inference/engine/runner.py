@@ -14,7 +14,7 @@ import numpy as np
 from absl import logging
 
 from ats_jax.data.tokens.tokenizer import Tokenizer
-from ats_jax.inference.engine.caches import PAGE_AXES, View, pages_of, slots_of, widths_of
+from ats_jax.inference.engine.caches import PAGE_AXES, View, pages_of, slots_of, width_of
 from ats_jax.inference.engine.layout import Served
 from ats_jax.inference.engine.request import Request
 from ats_jax.inference.engine.sampling import Draw, Drawn, Settings, draw, penalises
@@ -34,6 +34,7 @@ if TYPE_CHECKING:  # few engines score
 NUMBERS_OF_ROWS = (1, 4, 16, 64, 256)
 LEAST_TOKENS = 32
 TOKENS_OF_SCORES = 128  # whose scores of the whole vocabulary are in memory at once
+STACKED = 1 << 16  # numbers of a weight at most that is one argument with others of its kind
 SHARE_OF_MEMORY = 0.85  # of what weights leave free that pages may take, beside activations
 
 
@@ -41,13 +42,13 @@ class State(NamedTuple):
   """What the device keeps from step to step, donated to each program.
 
   Attributes:
-    layers: of each layer the arrays of its pages.
+    layers: of each layer the array of its pages.
     taken: of each layer that skips tokens int32 [R + 1], places that a row has used; else None.
     token_R: int32 [R + 1], the token that each row drew last. The last row is nobody's.
     counts_RV: int32 [R + 1, V] as `draw` takes them, once a request wants them; None before.
   """
 
-  layers: tuple[tuple[jax.Array, ...], ...]
+  layers: tuple[jax.Array, ...]
   taken: tuple[jax.Array | None, ...]
   token_R: jax.Array
   counts_RV: jax.Array | None
@@ -107,8 +108,8 @@ class ModelRunner:
       slots_of(layer, self.max_pages_per_row * size.page, rules) for layer in self._layers
     )
     dtype = program.num.compute_dtype
-    self._widths = widths_of(cfg.model)
-    each = size.page * dtype.itemsize * sum(math.prod(sizes.values()) for sizes in self._widths)
+    self._width = width_of(cfg.model)
+    each = size.page * dtype.itemsize * math.prod(self._width.values())
     enough, layers = size.rows * self.max_pages_per_row, len(self._layers)
     self.num_pages = size.pages or min(enough, _pages_that_fit(each * layers))
     # A layer that tokens skip has the same few pages for each row, where these are fewer in all.
@@ -136,8 +137,9 @@ class ModelRunner:
     self._settings: tuple[Any, Settings, Draw] | None = None
     self._next: tuple[np.ndarray, jax.Array] | None = None  # of `decode`, on host and device
     # As a plain list: a module is taken apart in Python at each call, which takes milliseconds.
-    self._weights, structure = jax.tree.flatten(model)
-    of_model = _Model(structure, kernels, self._slots, self._own, rules)
+    leaves, structure = jax.tree.flatten(model)
+    self._weights, stacked = _stacked(leaves)
+    of_model = _Model(structure, stacked, kernels, self._slots, self._own, rules)
     self._chunk_program = jax.jit(
       of_model.chunk, donate_argnames="state", static_argnames=("which", "whole")
     )
@@ -147,16 +149,14 @@ class ModelRunner:
     self._score_program = jax.jit(of_model.score, donate_argnames="state", static_argnames="whole")
 
   def _empty(self) -> State:
-    zeros = lambda sizes, number: jnp.zeros(
-      (number, self.page_size, *sizes.values()),
+    zeros = lambda number: jnp.zeros(
+      (number, self.page_size, *self._width.values()),
       self._dtype,
-      out_sharding=spec(*PAGE_AXES, *sizes),
+      out_sharding=spec(*PAGE_AXES, *self._width),
     )
     rows = self.max_rows + 1
     return State(
-      layers=tuple(
-        tuple(zeros(w, own * rows or self.num_pages) for w in self._widths) for own in self._own
-      ),
+      layers=tuple(zeros(own * rows or self.num_pages) for own in self._own),
       taken=tuple(
         None if layer.depth is None else jnp.zeros(rows, jnp.int32) for layer in self._layers
       ),
@@ -319,11 +319,26 @@ def _pages_that_fit(each: int, beside: int = 0) -> int:
   return max(1, int(SHARE_OF_MEMORY * free - beside) // each)
 
 
+def _stacked(leaves: Sequence[jax.Array]) -> tuple[list[jax.Array], list[list[int]]]:
+  """Small arrays of one kind as one array, as each argument of a program takes the host its time.
+
+  Returns:
+    The arrays, and which of the leaves are in each.
+  """
+  groups: dict[Any, list[int]] = {}
+  for number, leaf in enumerate(leaves):
+    kind = (leaf.shape, leaf.dtype) if leaf.size <= STACKED else number
+    groups.setdefault(kind, []).append(number)
+  stack = lambda of: jnp.stack([leaves[n] for n in of]) if len(of) > 1 else leaves[of[0]]
+  return [stack(of) for of in groups.values()], list(groups.values())
+
+
 class _Model(NamedTuple):
   """The functions that are compiled, with what is static in all of them.
 
   Attributes:
-    structure: of `Served`, whose arrays are the first argument.
+    structure: of `Served`, whose arrays are in the first argument.
+    stacked: which of them are in each array of it.
     kernels: the chosen implementations.
     slots: of each layer, the tokens that a row can hold.
     own: of each layer, the pages that each row has there for itself; 0 = it has those of its table.
@@ -331,10 +346,18 @@ class _Model(NamedTuple):
   """
 
   structure: Any
+  stacked: list[list[int]]
   kernels: Kernels
   slots: tuple[int, ...]
   own: tuple[int, ...]
   rules: Pass
+
+  def model(self, weights: list[jax.Array]) -> Served:
+    """The model of an argument."""
+    found = {}
+    for array, numbers in zip(weights, self.stacked, strict=True):
+      found.update(zip(numbers, array if len(numbers) > 1 else [array], strict=True))
+    return self.structure.unflatten([found[number] for number in range(len(found))])
 
   def chunk(
     self,
@@ -368,7 +391,7 @@ class _Model(NamedTuple):
       whole: nothing of the row was read before.
     """
     row, at, first, last = of_chunk
-    model, row_B = self.structure.unflatten(weights), row[None]
+    model, row_B = self.model(weights), row[None]
     taken = tuple(None if t is None else t.at[row].mul(1 - first) for t in state.taken)
     state = state._replace(taken=taken)
     if state.counts_RV is not None:
@@ -406,7 +429,7 @@ class _Model(NamedTuple):
       The state, `of_rows` of a step that goes on with the same pages, and what was drawn.
     """
     row_B, index_B, table_BW = of_rows[:, 0], of_rows[:, 1], of_rows[:, 2:]
-    model, view = self.structure.unflatten(weights), View(table_BW, self.kernels, whole=False)
+    model, view = self.model(weights), View(table_BW, self.kernels, whole=False)
     ids_B1, index_B1 = state.token_R[row_B][:, None], index_B[:, None]
     x_BTD, state = self._extend(model, state, ids_B1, index_B1, row_B, view)
     state, drawn = _draw(model, state, x_BTD[:, 0], row_B, index_B, settings, allowed_V, which, 1)
@@ -440,7 +463,7 @@ class _Model(NamedTuple):
       The logarithms of the targets' probabilities among all tokens of the model, float32 [B, T],
       and whether each is the likeliest.
     """
-    model, (row_B, first_B) = self.structure.unflatten(weights), of_rows.T
+    model, (row_B, first_B) = self.model(weights), of_rows.T
     taken = tuple(None if t is None else t.at[row_B].mul(1 - first_B) for t in state.taken)
     view = View(table_BW, self.kernels, whole)
     state = state._replace(taken=taken)
@@ -460,17 +483,17 @@ class _Model(NamedTuple):
 
   def _extend(self, model, state, ids_BT, index_BT, row_B, view):
     caches, of_layers = [], (model.layers, state.layers, state.taken, self.slots, self.own)
-    for layer, arrays, taken, slots, own in zip(*of_layers, strict=True):
+    for layer, array, taken, slots, own in zip(*of_layers, strict=True):
       of_rows = None if taken is None else taken[row_B]
       table_BW = row_B[:, None] * own + jnp.arange(own) if own else view.table_BW
       seen = dataclasses.replace(view, table_BW=table_BW)
-      caches.append(LayerCache(pages_of(layer, arrays, seen, slots), of_rows))
+      caches.append(LayerCache(pages_of(layer, array, seen, slots), of_rows))
     x_BTD, caches = model.extend(ids_BT, index_BT, caches, self.rules)
     taken = tuple(
       None if before is None else before.at[row_B].set(reshard(cache.taken_B, None))
       for before, cache in zip(state.taken, caches, strict=True)
     )
-    return x_BTD, state._replace(layers=tuple(c.kv.arrays for c in caches), taken=taken)
+    return x_BTD, state._replace(layers=tuple(c.kv.array for c in caches), taken=taken)
 
 
 def _draw(model, state, x_BD, row_B, index_B, settings, allowed_V, which, counted):

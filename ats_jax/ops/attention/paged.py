@@ -1,7 +1,7 @@
 """Attention of new tokens to keys and values in pages (PagedAttention, arXiv:2309.06180).
 
-Letters: B rows, T new tokens, N query heads, K key/value heads, H head_dim, G pages in all, P slots
-of a page, W pages of a row.
+Letters: B rows, T new tokens, N query heads, K key/value heads, H head_dim, X keys and values of a
+head, G pages in all, P slots of a page, W pages of a row.
 """
 
 import jax
@@ -36,8 +36,7 @@ def read(pages: jax.Array, table_BW: jax.Array) -> jax.Array:
 
 def paged_attention(
   q_BTNH: jax.Array,
-  k_GPKH: jax.Array,
-  v_GPKH: jax.Array,
+  pages_GPKX: jax.Array,
   table_BW: jax.Array,
   index_BT: jax.Array,
   *,
@@ -50,8 +49,7 @@ def paged_attention(
 
   Args:
     q_BTNH: queries of the new tokens.
-    k_GPKH: keys, those of the new tokens among them.
-    v_GPKH: values.
+    pages_GPKX: keys, and behind those of each head its values; those of the new tokens among them.
     table_BW: int32 pages of each row, in order.
     index_BT: int32 slot of each query in its row; it sees the slots up to its own.
     window: as in `causal.attention`, as the soft cap and sinks.
@@ -61,8 +59,8 @@ def paged_attention(
   """
   kernel = registry.kernel("paged_attention", "one_token", kernels)
   if kernel is None or q_BTNH.shape[1] > 1 or sinks_N is not None:
-    k_BSKH, v_BSKH = read(k_GPKH, table_BW), read(v_GPKH, table_BW)
+    k_BSKH, v_BSKH = jnp.split(read(pages_GPKX, table_BW), 2, axis=-1)
     return attend_to_slots(q_BTNH, k_BSKH, v_BSKH, index_BT, window, soft_cap, sinks_N)
   options = {"window": window, "soft_cap": soft_cap}
-  y_BNH = kernel(q_BTNH[:, 0], k_GPKH, v_GPKH, table_BW, index_BT[:, 0] + 1, **options)
+  y_BNH = kernel(q_BTNH[:, 0], pages_GPKX, table_BW, index_BT[:, 0] + 1, **options)
   return y_BNH[:, None]

@@ -90,7 +90,7 @@ def test_a_layer_that_tokens_skip_has_fewer_pages(mesh, caplog):
   cfg = canonical.config("depths", LOUD)
   with caplog.at_level("INFO"):
     runner = engine_of(cfg)._runner
-  every, skipped = (layer[0].shape[0] for layer in runner._state.layers)
+  every, skipped = (pages.shape[0] for pages in runner._state.layers)
   assert every == runner.num_pages == 3 * 8  # of three rows
   assert skipped == 4 * 5  # of these and nobody's, which have 1.25 * 0.5 * 64 places each
   (line,) = [line for line in caplog.messages if "that tokens skip" in line]
