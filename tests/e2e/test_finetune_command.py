@@ -132,6 +132,20 @@ def test_text_and_conversations_of_one_run_go_on_bit_for_bit(order, folder, tmp_
   runs.assert_same_run(whole, broken, last)
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("rate", [0.001, 0.03])  # the command's own, and 30 times as much
+def test_a_rate_that_is_too_high_is_lowered(rate, folder, tmp_path):
+  own = ("num_steps=200", "checkpoint.every_steps=20", "eval.every_steps=20", "log.every_steps=10")
+  own += ("orchestrator.mode=act", f"optimizer.learning_rate={rate}")
+  verb, settings = words(folder, "command")
+  flags = [f"--config.{setting}" for setting in (*settings, *own)]
+  done = called(*verb, f"--workdir={tmp_path}", *flags)
+  assert done.code == 0, done.err
+  lines = (tmp_path / "decisions.jsonl").read_text().splitlines()
+  found = [row["action"] for row in map(json.loads, lines) if row["kind"] == "decision"]
+  assert found == (["Repeat", "SetLearningRateScale"] if rate > 0.001 else [])
+
+
 CHATS = "--init_from={0}/base --data={0}/chats.jsonl"
 BAD = {
   "--data={0}/chats.jsonl": "--init_from is missing. Example: ",
