@@ -25,7 +25,6 @@ LONGEST = f"{DENSE} step.remat=full data.seq_len=131072"
 SIXTEEN = EIGHT.replace("num_layers=24", "num_layers=16")
 CUT, ONCE = "mesh.context=2", "mesh.context=2 step.remat=attention"
 INPUTS = "mesh.context=2 step.remat=qkv"
-RING, POSITIONS = f"{CUT} mesh.context_ring=true", "mesh.tensor=2 mesh.shard_residuals=true"
 LOOP = "step.scan_unroll=1"
 STAGE = "mesh.stage=2 step.accum_steps=8"
 NAMES = "step.remat=none step.remat_stages=names"
@@ -79,11 +78,8 @@ STEPS = (
   Measured("H100", 2, "the same, fsdp, kept", f"{SIXTEEN} {KEPT} data.batch_size=8", 437),
   Measured("H100", 2, "8.03B, two long rows, context", f"{LONG} {CUT} data.batch_size=2", 5778),
   Measured("H100", 2, "the same, remat=attention", f"{LONG} {ONCE} data.batch_size=2", 5156),
-  Measured("H100", 2, "the same, a ring", f"{LONG} {RING} data.batch_size=2", 5915),
   Measured("H100", 2, "the same, tensor", f"{LONG} mesh.tensor=2 data.batch_size=2", 5888),
-  Measured("H100", 2, "the same, residuals cut", f"{LONG} {POSITIONS} data.batch_size=2", 6149),
   Measured("H100", 2, "a row of 131,072, context", f"{LONGEST} {CUT} data.batch_size=1", 26636),
-  Measured("H100", 2, "the same, residuals cut", f"{LONGEST} {POSITIONS} data.batch_size=1", 27101),
   Measured("H100", 2, "8.03B, stage, loop", f"{DENSE} {STAGE} {LOOP} data.batch_size=16", 4415),
   Measured("H100", 2, "two rounds, loop", f"{DENSE} {ROUNDS} {LOOP} data.batch_size=16", 4430),
   Measured("H100", 2, "1.5B, stage, loop", f"{SHORT} {STAGE} {LOOP} data.batch_size=16", 845),

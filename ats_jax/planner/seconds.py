@@ -16,7 +16,6 @@ from ats_jax.model.layers import activation_axes
 from ats_jax.model.layout import mod_tokens
 from ats_jax.model.param import Frozen, Param, Role, is_quantised, params_of, weights_of
 from ats_jax.ops.expert_exchange import host_capacity
-from ats_jax.planner.abstract import is_ring
 from ats_jax.planner.hardware import Hardware
 from ats_jax.sharding.apply import mesh_axes, num_hosts, num_shards
 from ats_jax.sharding.compressed import sent_bytes
@@ -64,12 +63,10 @@ def step_seconds(
   a row; compressed ones over replicas once an update, in 8 bits there and back
   (`sharding.compressed`). Devices along these axes swap parts of the rows of a lookup table, and of
   their gradients.
-  `context` swaps positions for heads before attention and back, in both passes; with
-  `mesh.context_ring` it hands keys and values round, and their gradients in float32 too.
-  `tensor` sums activations twice a layer in the forward and twice in the backward pass (Shoeybi et
-  al. 2019, arXiv:1909.08053, section 3); with `mesh.shard_residuals` it scatters these sums, and
-  gathers positions six times a layer. `expert` sends rows to experts and back in both passes,
-  by `moe.exchange=hierarchical` first between hosts, at the rate of the links that were measured.
+  `context` swaps positions for heads before attention and back, in both passes. `tensor` sums
+  activations twice a layer in the forward and twice in the backward pass (Shoeybi et al. 2019,
+  arXiv:1909.08053, section 3). `expert` sends rows to experts and back in both passes, by
+  `moe.exchange=hierarchical` first between hosts, at the rate of the links that were measured.
   Attention is slower than other matmuls, and elementwise ops take the time of the memory that they
   go through, by numbers fitted on one GPU. `step.remat=full` computes the layers' forward pass
   twice, with what it exchanges, `attention` all of it but attention, and `qkv` the feed-forward
@@ -87,8 +84,8 @@ def step_seconds(
 
   Returns:
     `parts`, seconds by name, None where nothing was measured; `least`, if all communication of
-    weights and gradients were hidden, and that of a ring (that of other activations is not: the
-    next op waits for it), `most`, if none were, and `likely`, between them.
+    weights and gradients were hidden (that of activations is not: the next op waits for it),
+    `most`, if none were, and `likely`, between them.
 
   Raises:
     ValueError: if the rate of a matmul in the compute dtype was not measured.
@@ -198,16 +195,15 @@ def _attention_share(cfg: Config) -> float:
 def _passes(cfg: Config) -> float:
   """Bytes of a token on a device that elementwise ops of the layers of a stage read or write."""
   model, moe = cfg.model, cfg.moe
-  stream = model.d_model * num_shards("seq") / num_shards("residual_seq")
   routed = mod_tokens(cfg.mod.capacity, cfg.data.seq_len) / cfg.data.seq_len
   numbers = 0.0
   for kind, is_8_bit in zip(layer_kinds(cfg), fp8_layers(cfg), strict=True):
     choices = moe.top_k if kind.moe else 0
     width = (choices + moe.num_shared) * moe.d_ff if kind.moe else model.d_ff
-    passes = STREAM_PASSES * stream + FF_PASSES * width / num_shards("ff")
+    passes = STREAM_PASSES * model.d_model + FF_PASSES * width / num_shards("ff")
     passes += CHOICE_PASSES * choices * model.d_model
     if is_8_bit and not kind.moe:
-      passes += CAST_PASSES * (stream + width / num_shards("ff"))
+      passes += CAST_PASSES * (model.d_model + width / num_shards("ff"))
     numbers += passes * (routed if kind.mod else 1.0)
   return numbers * jnp.dtype(cfg.precision.compute_dtype).itemsize / num_stages()
 
@@ -236,7 +232,7 @@ def _weights_and_gradients(
   ways = lambda axes: math.prod(mesh[axis] for axis in axes)
   compute = jnp.dtype(cfg.precision.compute_dtype).itemsize
   in_8_bits = fp8_layers(cfg)
-  token_axes = {*mesh_axes("rows"), *mesh_axes("residual_seq")}
+  token_axes = {*mesh_axes("rows"), *mesh_axes("seq")}
   sent = collections.Counter[tuple[str, int, float]]()  # bytes by name, devices, times in a step
   for param in weights_of(model):
     of_layers = param.ndim > len(param.axes)
@@ -292,56 +288,37 @@ def _activations(cfg: Config, hardware: Hardware) -> dict[str, float | None]:
   stream = tokens * cfg.model.d_model  # numbers of a micro-batch on a device
   itemsize = jnp.dtype(cfg.precision.compute_dtype).itemsize
   tensor, staged = num_shards("ff"), _is_staged()
-  again, feeds_again = (
-    cfg.step.remat in RECOMPUTING_POLICIES,
-    cfg.step.remat in (*RECOMPUTING_POLICIES, "qkv"),
-  )
+  again = cfg.step.remat in RECOMPUTING_POLICIES
+  feeds_again = again or cfg.step.remat == "qkv"
   # Of a layer that `remat` recomputes the first sum alone: nothing needs the second. A stage that
   # is recomputed needs both. At the head in float32.
-  if num_shards("residual_seq") > num_shards("seq"):
-    gathers = 6 + again + feeds_again + 2 * staged
-    in_layer = {"all_gather": gathers, "reduce_scatter": 4 + again + 2 * staged}
-    at_head = {"all_gather": itemsize, "reduce_scatter": 4}
-  else:
-    in_layer, at_head = {"all_reduce": 4 + again + 2 * staged}, {"all_reduce": 4}
+  in_layer = hardware.seconds("all_reduce", stream * itemsize, tensor)
+  at_head = hardware.seconds("all_reduce", stream * 4, num_shards("vocab"))
   sums = [
-    _multiply(runs * number, hardware.seconds(kind, stream * itemsize, tensor))
-    for kind, number in in_layer.items()
-  ]
-  sums += [
-    _multiply(micro / stages, hardware.seconds(kind, stream * n, num_shards("vocab")))
-    for kind, n in at_head.items()
+    _multiply(runs * (4 + again + 2 * staged), in_layer),
+    _multiply(micro / stages, at_head),
   ]
   sparse = sum(kind.moe for kind in layer_kinds(cfg))
   sent = _to_experts(cfg, tokens, hardware) if sparse else 0.0
   *inputs, output = [
     hardware.seconds("all_to_all", tokens * width * itemsize, num_shards("seq"))
-    for width in ((0,) if is_ring(cfg) else swapped_widths(cfg))
+    for width in swapped_widths(cfg)
   ]
   # No policy keeps an output that was swapped back.
   passes = 2 + sum(policy != "none" for policy in _policies(cfg))
   taken = 2 + sum(policy not in ("none", *INPUT_KEEPING_POLICIES) for policy in _policies(cfg))
   swaps = [_multiply(runs * passes, output), _multiply(runs * taken, _sum(inputs))]
-  remade = sum(policy == "full" for policy in _policies(cfg))  # others keep what a ring gives
-  between = stream * num_shards("seq") // num_shards("residual_seq")  # of it between layers
   # One device hands an array to the next: half of what both would have after a gather.
-  hand_on = lambda size, ways: hardware.seconds("all_gather", 2 * size, 2 if ways > 1 else 1)
-  handed = hand_on(between * itemsize, stages)
-  widths = ring_widths(cfg, itemsize) if is_ring(cfg) else (0, 0, 0)
-  of_ring = [
-    _multiply(times, hand_on(tokens * width, num_shards("seq")))
-    for times, width in zip((passes, 1 + remade, 1), widths, strict=True)
-  ]
+  handed = hardware.seconds("all_gather", 2 * stream * itemsize, min(2, stages))
   # Each stage gets all micro-batches, and the last one shares its results; and back.
   ends = [
-    hardware.seconds(collective, micro * between * itemsize, stages)
+    hardware.seconds(collective, micro * stream * itemsize, stages)
     for collective in ("all_gather", "reduce_scatter", "all_to_all", "all_to_all")
   ]
   looked_up = hardware.seconds("all_to_all", stream * itemsize, num_shards("embed"))
   return {
     "activations summed": _sum(sums),
     "heads swapped": _sum(swaps),
-    "sent round a ring": _multiply(runs, _sum(of_ring)),
     "tokens exchanged": _multiply(
       turns * sparse / stages * (4 + 2 * feeds_again + 2 * staged), sent
     ),
@@ -378,21 +355,6 @@ def swapped_widths(cfg: Config) -> tuple[int, ...]:
   heads, kv_heads = (n // num_shards("heads") for n in (model.num_heads, model.num_kv_heads))
   sent, value = math.lcm(kv_heads, ways), model.v_head_dim or model.head_dim
   return heads * model.head_dim, sent * model.head_dim, sent * value, heads * value
-
-
-def ring_widths(cfg: Config, itemsize: int) -> tuple[int, int, int]:
-  """Bytes of a token that a device sends for a ring (`ops.attention.ring`).
-
-  Returns:
-    Three sizes in bytes: in each pass, queries, keys, values and results to or from the device of
-    their chunk; in the forward pass, keys and values all round; in the backward pass, these again
-    and their gradients in float32 one step further.
-  """
-  model, ways = cfg.model, num_shards("seq")
-  heads, kv_heads = (n // num_shards("heads") for n in (model.num_heads, model.num_kv_heads))
-  both = model.head_dim + (model.v_head_dim or model.head_dim)  # widths of a key and a value
-  round_it = kv_heads * both * (ways - 1) * itemsize
-  return (heads + kv_heads) * both * itemsize, round_it, round_it + kv_heads * both * ways * 4
 
 
 def _axes(param: Param | Frozen, part: StatePart) -> set[str]:

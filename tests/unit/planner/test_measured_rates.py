@@ -127,7 +127,6 @@ def test_what_travels_depends_on_the_mesh():
     ({"settings": tuple(EXPERTS.items()), "expert": 2},
      always | of_weights | {"tokens exchanged"}),
     ({"context": 2, "data": 2}, always | of_weights | {"heads swapped"}),
-    ({"context": 4, "context_ring": True}, always | of_weights | {"sent round a ring"}),
     ({"stage": 2, "data": 2, "accum": 4}, always | {"handed on"}),
   ):  # fmt: skip
     found = parts(**changes)
