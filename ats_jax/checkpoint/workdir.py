@@ -204,13 +204,13 @@ def _read_config(path: Path) -> dict[str, Any]:
       "another --workdir."
     )
   for section, removed in REMOVED.items():
-    of_section = values.get(section, {})
-    for name in removed.keys() & of_section:
-      if (value := of_section.pop(name)) != (without := removed[name]):
+    of_section = values.get(section)
+    for name in removed.keys() & (of_section if isinstance(of_section, dict) else ()):
+      was, now = (json.dumps(value) for value in (values[section].pop(name), removed[name]))
+      if was != now:
         raise ValueError(
-          f"{path} has {section}.{name}={json.dumps(value)}, a setting that was removed. Go on with "
-          f"the version that wrote it ({METADATA} names it), or write {json.dumps(without)} there "
-          "to go on without it."
+          f"{path} has {section}.{name}={was}, a setting that was removed. Go on with the version "
+          f"that wrote it ({METADATA} names it), or write {now} there to go on without it."
         )
   return values
 
