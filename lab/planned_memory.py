@@ -10,8 +10,9 @@ from typing import NamedTuple
 from absl import app
 
 from ats_jax.metrics.memory import GIB
-from ats_jax.planner.describe import planned_bytes
+from ats_jax.planner.describe import describe, planned_bytes
 from lab.planned_times import (
+  BINS,
   COPIED,
   CUT,
   DENSE,
@@ -20,6 +21,7 @@ from lab.planned_times import (
   EXPERT,
   FEWER,
   FSDP,
+  HOSTS,
   INPUTS,
   KEPT,
   LONG,
@@ -36,13 +38,12 @@ from lab.planned_times import (
   STAGE,
   SUMS,
   TWENTY,
-  plan,
+  resolved,
 )
 
 LORA = f"{DENSE} finetune.adapter=lora"
 LESS, TENSOR = f"{EXPERT} {FEWER}", "mesh.tensor=2"
 TWELVE = f"{EIGHT} model.num_layers=12 precision.param_dtype=float32"
-BINS, HOSTS = "moe.exchange=bins", "moe.exchange=hierarchical moe.exchange.hosts=2"
 COPIES, BY_COPIES = "mesh.keep_gathered=true mesh.copy_engines=true", "mesh.copy_engines=true"
 
 
@@ -155,7 +156,7 @@ STEPS = (
 def planned(step: Measured) -> float:
   """GiB of a device by the planner."""
   settings = f"{step.settings} data.batch_size={step.rows}"
-  return planned_bytes(plan(step.config, settings, step.devices, step.gpu)) / GIB
+  return planned_bytes(describe(resolved(step.config, settings), step.devices)) / GIB
 
 
 def main(argv: list[str]) -> None:

@@ -24,21 +24,28 @@ from ats_jax.sharding.replicas import num_replicas
 from ats_jax.sharding.rules import StatePart
 from ats_jax.step.parts.replicas import compresses, is_compressed
 
-# Fitted to steps of 1.5B, 8.03B and two models with experts on one H200
+# Fitted to steps of 1.5B, 8.03B and models with experts on one to four H100s and H200s
 # (docs/lab/performance.md#the-planner-beside-what-was-measured).
 MATMUL_EFFICIENCY = 0.96  # a step's matmuls, as a share of the rate of a large matmul alone
 # Attention's share of the rate of a step's matmuls, by the length of rows.
 MAX_ATTENTION_SHARE = 0.82  # the limit that it rises to
 ATTENTION_HALF_LENGTH = 2730  # the length with half of it
 MIN_LENGTH = 2048  # shorter rows were not measured and count as this long
-ATTENTION_FALL_LENGTH = 865_000  # falls to half again at this length (131,072: one H100)
+ATTENTION_FALL_LENGTH = 500_000  # falls to half again at this length, by rows of 131,072
 NARROW_HEAD_SHARE = 0.73  # factor of that share for heads narrower than 128
 # Reads and writes by elementwise ops of a layer and its gradient.
 STREAM_PASSES = 26  # of d_model numbers of a token
 FF_PASSES = 20  # of d_ff numbers of a token
 CHOICE_PASSES = 12  # of d_model numbers for each choice, on the way to an expert and back
+# Of rows of d_model numbers, by what surrounds an exchange of tokens in both passes of a layer.
+GATHERED_PASSES = 14  # of those of all tokens, from which a device takes its experts' own
+PLACED_PASSES = 40  # of those that are put into blocks, one for each device
 BYTES_PER_LOGIT = 14
 GRADIENT_PASSES = 6  # written, put into place, and read for norms and the update
+# The share of what weights and gradients exchange by which a step is shorter than if nothing were
+# hidden, with `mesh.copy_engines`. Without, it is 0: NCCL's kernels take SMs, and as they run other
+# kernels lose about as much time as the links need (docs/lab/performance.md#what-fsdp-waits-for).
+HIDDEN_COPIES = 0.25
 # Policies of `step.remat`.
 RECOMPUTING_POLICIES = ("full", "attention")  # keep no matmul of a layer
 INPUT_KEEPING_POLICIES = ("names", "qkv")  # keep the inputs of attention
@@ -85,7 +92,7 @@ def step_seconds(
   Returns:
     `parts`, seconds by name, None where nothing was measured; `least`, if all communication of
     weights and gradients were hidden (that of activations is not: the next op waits for it),
-    `most`, if none were, and `likely`, between them.
+    `most`, if none were, and `likely`: `most`, or less with `mesh.copy_engines`.
 
   Raises:
     ValueError: if the rate of a matmul in the compute dtype was not measured.
@@ -137,7 +144,7 @@ def step_seconds(
     "measured_devices": 0 if hardware.is_typical else hardware.devices,
     "parts": parts,
     "least": least,
-    "likely": (least + most) / 2,
+    "likely": most - (HIDDEN_COPIES if cfg.mesh.copy_engines else 0.0) * (most - least),
     "most": most,
   }
 
@@ -289,7 +296,6 @@ def _activations(cfg: Config, hardware: Hardware) -> dict[str, float | None]:
   itemsize = jnp.dtype(cfg.precision.compute_dtype).itemsize
   tensor, staged = num_shards("ff"), _is_staged()
   again = cfg.step.remat in RECOMPUTING_POLICIES
-  feeds_again = again or cfg.step.remat == "qkv"
   # Of a layer that `remat` recomputes the first sum alone: nothing needs the second. A stage that
   # is recomputed needs both. At the head in float32.
   in_layer = hardware.seconds("all_reduce", stream * itemsize, tensor)
@@ -299,7 +305,7 @@ def _activations(cfg: Config, hardware: Hardware) -> dict[str, float | None]:
     _multiply(micro / stages, at_head),
   ]
   sparse = sum(kind.moe for kind in layer_kinds(cfg))
-  sent = _to_experts(cfg, tokens, hardware) if sparse else 0.0
+  exchanged = _exchanged(cfg, tokens, hardware) if sparse else 0.0
   *inputs, output = [
     hardware.seconds("all_to_all", tokens * width * itemsize, num_shards("seq"))
     for width in swapped_widths(cfg)
@@ -319,31 +325,48 @@ def _activations(cfg: Config, hardware: Hardware) -> dict[str, float | None]:
   return {
     "activations summed": _sum(sums),
     "heads swapped": _sum(swaps),
-    "tokens exchanged": _multiply(
-      turns * sparse / stages * (4 + 2 * feeds_again + 2 * staged), sent
-    ),
+    "tokens exchanged": _multiply(turns * sparse / stages, exchanged),
     "handed on": _sum([_multiply(2 * turns * cfg.mesh.stage_rounds, handed), *ends]),
     "rows looked up": _multiply(2 * micro / stages, looked_up),
   }
 
 
-def _to_experts(cfg: Config, tokens: int, hardware: Hardware) -> float | None:
-  """Seconds of one way between the tokens of a device and their experts."""
+def _exchanged(cfg: Config, tokens: int, hardware: Hardware) -> float | None:
+  """Seconds of a layer's exchange of `tokens` tokens of a device with experts, in both passes.
+
+  Rows go there and back, and in the backward pass their gradients. That pass sends rows anew unless
+  all is kept, and results too where they come back by choice, whose weights have gradients.
+  """
   moe, ways, hosts = cfg.moe, num_shards("experts"), num_hosts()
+  if ways == 1:
+    return 0.0
+  again, twice = cfg.step.remat != "none", 2 * _is_staged()
   a_token = cfg.model.d_model * jnp.dtype(cfg.precision.compute_dtype).itemsize
-  if hosts == 1:
-    local = (moe.num_experts + moe.spare_experts) // ways
-    room = tokens * min(moe.top_k, local) * ways  # as `model.moe` reserves
-    return hardware.seconds("all_to_all", room * a_token, ways)
-  # To hosts and their devices in one pass. A gather there, or a sum of blocks on the way back.
-  limits = moe.exchange.factor, moe.num_groups, moe.top_groups
-  sent = hosts * host_capacity(tokens, moe.top_k, hosts, *limits) * a_token
-  between = hardware.seconds("all_to_all", sent, hosts)
-  within = [
-    hardware.seconds(collective, sent * ways // hosts, ways // hosts)
+  in_memory = lambda passes, size: passes * size / hardware.memory_bytes_per_sec
+  if moe.dispatch == "capacity" or moe.exchange.name == "bins":
+    room = moe.capacity_factor if moe.dispatch == "capacity" else moe.exchange.factor
+    size = room * tokens * moe.top_k * a_token
+    one_way = hardware.seconds("all_to_all", round(size), ways)
+    return _sum([_multiply(4 + 2 * again + twice, one_way), in_memory(PLACED_PASSES, size)])
+  of_host, sent, between = tokens, 0.0, 0.0
+  if hosts > 1:  # to hosts and their devices in one pass
+    limits = moe.exchange.factor, moe.num_groups, moe.top_groups
+    of_host = hosts * host_capacity(tokens, moe.top_k, hosts, *limits)
+    sent = of_host * a_token
+    between = hardware.seconds("all_to_all", sent, hosts)
+  size = of_host * ways // hosts * a_token
+  there, back = (
+    hardware.seconds(collective, size, ways // hosts)
     for collective in ("all_gather", "reduce_scatter")
-  ]
-  return _sum([between, _multiply(1 / 2, _sum(within))])
+  )
+  return _sum(
+    [
+      _multiply(4 + again + twice, between),
+      _multiply(2 + again + twice / 2, there),
+      _multiply(2 + twice / 2, back),
+      in_memory(PLACED_PASSES, sent) + in_memory(GATHERED_PASSES, size * (ways > hosts)),
+    ]
+  )
 
 
 def swapped_widths(cfg: Config) -> tuple[int, ...]:
@@ -390,5 +413,5 @@ def render_seconds(seconds: dict[str, Any], tokens: int) -> list[str]:
   lines.append(f"  {'weights hidden':<24}{show(seconds['least']):>16}")
   lines.append(f"  {'nothing hidden':<24}{show(seconds['most']):>16}")
   rate = f"{tokens / seconds['likely']:,.0f} tokens/s on all devices"
-  lines.append(f"  about {rate}, if half of what weights and gradients exchange is hidden")
+  lines.append(f"  about {rate}")
   return lines
