@@ -14,6 +14,7 @@ from ats_jax.model.fp8 import fp8_layers
 from ats_jax.model.layer_kinds import layer_kinds
 from ats_jax.model.layers import activation_axes
 from ats_jax.model.layout import mod_tokens
+from ats_jax.model.numerics import is_unrolled
 from ats_jax.model.param import Frozen, Param, Role, is_quantised, params_of, weights_of
 from ats_jax.ops.expert_exchange import host_capacity
 from ats_jax.planner.hardware import Hardware
@@ -52,10 +53,10 @@ INPUT_KEEPING_POLICIES = ("names", "qkv")  # keep the inputs of attention
 # In 8 bits, on an H100.
 FP8_TIME = 0.5  # of the time of a matmul in bfloat16
 CAST_PASSES = 10  # of the numbers of a token, by casts
-# Bytes that the loops of a stage move in each tick for each of its weights: they copy slices, put
-# gradients into place and add them up. By steps on two H100s, in one round and in two. Unrolled
-# layers move less and count alike: five such steps of two H200s were planned 1 to 4 % too slow.
-BYTES_PER_TICK = 28
+# Bytes that a stage moves in each tick for each of its weights: gradients are put into place and
+# added up, and a loop over layers copies slices too. By steps in one round and in two.
+BYTES_PER_TICK = 14
+BYTES_PER_TICK_IN_LOOP = 38
 
 
 def step_seconds(
@@ -79,8 +80,8 @@ def step_seconds(
   twice, with what it exchanges, `attention` all of it but attention, and `qkv` the feed-forward
   part; what other policies compute twice is left out. A stage of a pipeline computes its layers
   once more by `step.remat_stages`, in each tick, also where it idles (`sharding.pipeline`); what is
-  before and behind them is shared. Its loops move weights and gradients in each tick. Matmuls in 8
-  bits take half the time, as on a GPU that has them.
+  before and behind them is shared. It moves gradients in each tick, and in a loop weights. Matmuls
+  in 8 bits take half the time, as on a GPU that has them.
 
   Args:
     cfg: the resolved config.
@@ -185,7 +186,8 @@ def _stage_bytes(cfg: Config, model: Decoder, passes: float) -> float:
   ways = lambda param: math.prod(mesh[axis] for axis in _axes(param, "gradients"))
   size = sum(p.size / ways(p) for p in params_of(model) if p.ndim > len(p.axes))
   kept = passes if cfg.step.remat_stages in ("names", "dots") else 0.0
-  return _layer_passes(cfg) * cfg.mesh.stage_rounds * size * BYTES_PER_TICK + kept
+  each = BYTES_PER_TICK if is_unrolled(cfg, "gpu") else BYTES_PER_TICK_IN_LOOP
+  return _layer_passes(cfg) * cfg.mesh.stage_rounds * size * each + kept
 
 
 def _attention_share(cfg: Config) -> float:
