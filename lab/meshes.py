@@ -118,9 +118,7 @@ def cases() -> list[Case]:
   long, longer = (f"data.seq_len={n} step.remat=full" for n in (32_768, 131_072))
   cut = {
     "context": "mesh.context=2",
-    "ring": "mesh.context=2 mesh.context_ring=true",
     "tensor": "mesh.tensor=2",
-    "residuals": "mesh.tensor=2 mesh.shard_residuals=true",
   }
   found.append(Case("8B long one", 1, f"{long} data.batch_size=1", steps=2, traced=False))
   for name in ("attention", "qkv"):
@@ -203,7 +201,6 @@ def four() -> list[Case]:
     "copies": f"{keep} mesh.copy_engines=true",
     "hsdp": "mesh.data=2 mesh.fsdp=2",
     "tensor": "mesh.tensor=2 mesh.fsdp=2",
-    "residuals": "mesh.tensor=2 mesh.fsdp=2 mesh.shard_residuals=true",
     "stages": "mesh.stage=2 mesh.fsdp=2 step.accum_steps=8",
     "pipeline": "mesh.stage=4 step.accum_steps=16",
   }
@@ -261,7 +258,7 @@ def four() -> list[Case]:
       traced=False,
     ),
   ]
-  ways = {"swap": "", "ring": "mesh.context_ring=true", "copies": "mesh.copy_engines=true"}
+  ways = {"swap": "", "copies": "mesh.copy_engines=true"}
   cases += [
     Case(f"{model} four {size} {name}", 4,
          f"data.seq_len={length} data.batch_size={4 * 32_768 // length} step.remat=qkv "

@@ -10,8 +10,9 @@ from typing import NamedTuple
 from absl import app
 
 from ats_jax.metrics.memory import GIB
-from ats_jax.planner.describe import planned_bytes
+from ats_jax.planner.describe import describe, planned_bytes
 from lab.planned_times import (
+  BINS,
   COPIED,
   CUT,
   DENSE,
@@ -20,6 +21,7 @@ from lab.planned_times import (
   EXPERT,
   FEWER,
   FSDP,
+  HOSTS,
   INPUTS,
   KEPT,
   LONG,
@@ -28,8 +30,6 @@ from lab.planned_times import (
   MANY,
   NAMES,
   ONCE,
-  POSITIONS,
-  RING,
   ROUNDS,
   SENT,
   SHORT,
@@ -38,13 +38,12 @@ from lab.planned_times import (
   STAGE,
   SUMS,
   TWENTY,
-  plan,
+  resolved,
 )
 
 LORA = f"{DENSE} finetune.adapter=lora"
 LESS, TENSOR = f"{EXPERT} {FEWER}", "mesh.tensor=2"
 TWELVE = f"{EIGHT} model.num_layers=12 precision.param_dtype=float32"
-BINS, HOSTS = "moe.exchange=bins", "moe.exchange=hierarchical moe.exchange.hosts=2"
 COPIES, BY_COPIES = "mesh.keep_gathered=true mesh.copy_engines=true", "mesh.copy_engines=true"
 
 
@@ -96,7 +95,6 @@ STEPS = (
   Measured("H200", 1, "64 experts", MANY, 4, 78.4),
   Measured("H200", 1, "8.03B, a row of 32,768", LONG, 1, 72.5),
   Measured("H200", 2, "two rows, tensor", f"{LONG} {TENSOR}", 2, 53.3, is_compiled=True),
-  Measured("H200", 2, "the same, residuals cut", f"{LONG} {POSITIONS}", 2, 46.2, is_compiled=True),
   Measured("H200", 2, "8.03B, stage, in a loop", f"{DENSE} {STAGE} {LOOP}", 16, 62.4),
   Measured("H200", 2, "the same, unrolled", f"{DENSE} {STAGE}", 16, 58.1),
   Measured("H200", 2, "the same, two rounds", f"{DENSE} {ROUNDS}", 16, 54.8),
@@ -144,12 +142,9 @@ STEPS = (
   Measured("H100", 2, "the same, two hosts", f"{SIXTEEN} {EXPERT} {HOSTS}", 8, 50.2),
   Measured("H100", 2, "two rows of 32,768, context", f"{LONG} {CUT}", 2, 48.5),
   Measured("H100", 2, "the same, remat=attention", f"{LONG} {ONCE}", 2, 52.5),
-  Measured("H100", 2, "the same, a ring", f"{LONG} {RING}", 2, 49.7),
   Measured("H100", 2, "two rows, tensor", f"{LONG} {TENSOR}", 2, 53.2),
-  Measured("H100", 2, "the same, residuals cut", f"{LONG} {POSITIONS}", 2, 46.3),
   Measured("H100", 2, "a row of 131,072, context", f"{LONGEST} {CUT}", 1, 59.9),
   Measured("H100", 2, "the same, remat=attention", f"{LONGEST} {ONCE}", 1, 72.3),
-  Measured("H100", 2, "131,072, residuals cut", f"{LONGEST} {POSITIONS}", 1, 68.0),
   Measured("H100", 2, "8.03B, stage, in a loop", f"{DENSE} {STAGE} {LOOP}", 16, 62.5),
   Measured("H100", 2, "the same, two rounds", f"{DENSE} {ROUNDS} {LOOP}", 16, 59.6),
   Measured("H100", 2, "1.5B, stage, in a loop", f"{SHORT} {STAGE} {LOOP}", 16, 14.6),
@@ -161,7 +156,7 @@ STEPS = (
 def planned(step: Measured) -> float:
   """GiB of a device by the planner."""
   settings = f"{step.settings} data.batch_size={step.rows}"
-  return planned_bytes(plan(step.config, settings, step.devices, step.gpu)) / GIB
+  return planned_bytes(describe(resolved(step.config, settings), step.devices)) / GIB
 
 
 def main(argv: list[str]) -> None:

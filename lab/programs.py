@@ -77,10 +77,8 @@ CASES: dict[str, dict[str, Any]] = {
   "mesh_replicas": {"mesh.data": 4, "mesh.fsdp": 2, "mesh.zero": 1},
   "mesh_expert": MOE | {"mesh.data": 2, "mesh.expert": 4},
   "mesh_context": {"mesh.data": 2, "mesh.context": 2, "mesh.fsdp": 2},
-  "mesh_ring": {"mesh.data": 4, "mesh.context": 2, "mesh.context_ring": True},
   "mesh_stage": {"mesh.data": 4, "mesh.stage": 2, "step.accum_steps": 2},
   "mesh_rounds": {"mesh.data": 4, "mesh.stage": 2, "step.accum_steps": 2, "mesh.stage_rounds": 2},
-  "mesh_residuals": {"mesh.data": 4, "mesh.tensor": 2, "mesh.shard_residuals": True},
   "mesh_copies": {
     "mesh.data": 2,
     "mesh.fsdp": 4,

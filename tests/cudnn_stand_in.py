@@ -35,11 +35,11 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
   monkeypatch.setattr(_compat, "cudnn_attention_backward", backward)
 
 
-def forward(q, k, v, starts, lengths, scale, window=None, key_bounds=None):
+def forward(q, k, v, starts, lengths, scale, window=None):
   """As `_compat.cudnn_attention_forward`."""
   dtype, (q, k, v) = q.dtype, in_float32(q, k, v)
-  of_q, of_k = pieces(q, k, starts, lengths, key_bounds)
-  scores = scores_of(q, k, of_q, of_k, scale, window, is_causal=key_bounds is None)
+  of_q, of_k = pieces(q, k, starts, lengths)
+  scores = scores_of(q, k, of_q, of_k, scale, window)
   lse = jax.nn.logsumexp(scores, axis=-1)  # [kv heads, group, tokens of the batch]
   y = jnp.einsum("kgts,skh->tkgh", weights(scores, lse), flat(v)).reshape(q.shape)
   y = jnp.where(of_q.piece_X.reshape(*q.shape[:2], 1, 1) >= 0, y, jnp.nan)
@@ -50,11 +50,11 @@ def forward(q, k, v, starts, lengths, scale, window=None, key_bounds=None):
   return y.astype(dtype), jnp.where(written[:, None], jnp.swapaxes(lse[:, token], 0, 1), jnp.nan)
 
 
-def backward(q, k, v, starts, lengths, y, lse, dy, scale, window=None, key_bounds=None):
+def backward(q, k, v, starts, lengths, y, lse, dy, scale, window=None):
   """As `_compat.cudnn_attention_backward`: FlashAttention-2 (arXiv:2307.08691), algorithm 2."""
   dtype, (q, k, v, y, dy) = q.dtype, in_float32(q, k, v, y, dy)
-  of_q, of_k = pieces(q, k, starts, lengths, key_bounds)
-  scores = scores_of(q, k, of_q, of_k, scale, window, is_causal=key_bounds is None)
+  of_q, of_k = pieces(q, k, starts, lengths)
+  scores = scores_of(q, k, of_q, of_k, scale, window)
   by_head = lambda a: jnp.moveaxis(a, -1, 0).reshape(k.shape[2], -1, a.shape[0])  # [k, g, t]
   grouped = lambda a: flat(a).reshape(len(of_q.piece_X), k.shape[2], -1, a.shape[-1])
   p = weights(scores, by_head(lse[of_q.piece_X, :, of_q.place_X]))
@@ -70,14 +70,13 @@ def backward(q, k, v, starts, lengths, y, lse, dy, scale, window=None, key_bound
   return at(of_q, dq, q), at(of_k, dk, k), at(of_k, dv, v)
 
 
-def pieces(q: Any, k: Any, starts: Any, lengths: Any, key_bounds: Any) -> tuple[Pieces, Pieces]:
+def pieces(q: Any, k: Any, starts: Any, lengths: Any) -> tuple[Pieces, Pieces]:
   """Of the queries and of the keys."""
   if starts is None:
     batch, seq = q.shape[:2]
     starts, lengths = (jnp.tile(jnp.array(a), (batch, 1)) for a in ([0, -1, -1], [seq, -1]))
-  k_starts, k_lengths = key_bounds or (starts, lengths)
   assert lengths.shape[1] > 1  # or cuDNN takes the layout of rows that are not packed
-  fixed = _compat.cudnn._fix_seqlen_offsets(lengths, k_lengths, starts, k_starts, q, k)
+  fixed = _compat.cudnn._fix_seqlen_offsets(lengths, lengths, starts, starts, q, k)
   q_lengths, kv_lengths, q_offsets, kv_offsets = (a.reshape(-1) for a in fixed)
   of = lambda x, offsets, sizes: _pieces(
     offsets[: len(sizes)] // (x.shape[2] * x.shape[3]), sizes, x.shape[0] * x.shape[1]
@@ -92,12 +91,11 @@ def _pieces(starts_R, lengths_R, tokens):
   return Pieces(starts_R, lengths_R, piece_X, jnp.arange(tokens) - starts_R[piece_X])
 
 
-def scores_of(q, k, of_q, of_k, scale, window, *, is_causal):
+def scores_of(q, k, of_q, of_k, scale, window):
   """Scores, -inf where a query sees nothing: [kv heads, group, queries, keys] of the batch."""
   seen = (of_q.piece_X[:, None] == of_k.piece_X) & (of_q.piece_X[:, None] >= 0)
   distance = of_q.place_X[:, None] - of_k.place_X
-  if is_causal:
-    seen &= (distance >= 0) & (distance < (window or len(of_k.piece_X)))
+  seen &= (distance >= 0) & (distance < (window or len(of_k.piece_X)))
   q = flat(q).reshape(len(of_q.piece_X), k.shape[2], -1, q.shape[-1])
   return jnp.where(seen, scale * jnp.einsum("tkgh,skh->kgts", q, flat(k)), -jnp.inf)
 

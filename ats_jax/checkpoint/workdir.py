@@ -33,6 +33,12 @@ PERFORMANCE = "performance.json"
 LOCK = ".lock"  # of the process that has claimed the workdir
 RUN_ID_BYTES = 8
 FORMAT = 3  # of config.json, where it says "format"; raised when settings get other names
+# Settings that config.json of this format may hold and this version does not have, by section. A
+# run that left one at this value is computed as it was.
+REMOVED = {
+  "mesh": {"context_ring": False, "shard_residuals": False},
+  "orchestrator": {"confidence": 0.75, "branch_steps": 0},
+}
 
 
 @contextlib.contextmanager
@@ -197,6 +203,15 @@ def _read_config(path: Path) -> dict[str, Any]:
       f"had other names. Go on with the version that wrote it ({METADATA} names it), or use "
       "another --workdir."
     )
+  for section, removed in REMOVED.items():
+    of_section = values.get(section)
+    for name in removed.keys() & (of_section if isinstance(of_section, dict) else ()):
+      was, now = (json.dumps(value) for value in (values[section].pop(name), removed[name]))
+      if was != now:
+        raise ValueError(
+          f"{path} has {section}.{name}={was}, a setting that was removed. Go on with the version "
+          f"that wrote it ({METADATA} names it), or write {now} there to go on without it."
+        )
   return values
 
 

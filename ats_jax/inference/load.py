@@ -202,9 +202,7 @@ def fit_devices(cfg: Config, num_devices: int) -> Config:
       fsdp=fsdp,
       expert=expert,
       context=1,
-      context_ring=False,
       tensor=tensor,
-      shard_residuals=False,  # it wants rows that `tensor` divides
       keep_gathered=False,
       copy_engines=False,
       compress_gradients="none",

@@ -138,7 +138,7 @@ class Block(nnx.Module):
     """Map [batch, seq, d_model] to the same shape.
 
     Args:
-      x_BTD: the residual stream, its positions sharded as "residual_seq".
+      x_BTD: the residual stream, its positions sharded as "seq".
       tokens: positions, segments and cache slots, their positions sharded as "seq".
       rules: how sparse layers choose in this pass.
       layer: int32 index of this layer.

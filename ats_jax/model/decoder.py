@@ -79,13 +79,13 @@ class Decoder(nnx.Module):
 
     Returns:
       Final normalised activations [batch, seq, d_model] in the compute dtype, positions sharded
-      as "residual_seq", and statistics of the sparse layers.
+      as "seq", and statistics of the sparse layers.
     """
     tokens_BT, positions_BT, segment_ids_BT = (
       reshard(a, row_axis(a.shape[0]), "seq") for a in (tokens_BT, positions_BT, segment_ids_BT)
     )
     skips = any(kind.mod for segment in self.layout for kind in segment.kinds)
-    stream_axes = row_axis(tokens_BT.shape[0]), "residual_seq"
+    stream_axes = row_axis(tokens_BT.shape[0]), "seq"
     depth_BT = ensure_sharding(jnp.zeros_like(segment_ids_BT), *stream_axes) if skips else None
     x_BTD = ensure_sharding(self.lookup(tokens_BT), *stream_axes, "act_embed")
     carry, side_inputs = (x_BTD, depth_BT), (positions_BT, segment_ids_BT)
@@ -173,7 +173,7 @@ class Decoder(nnx.Module):
         extended.append(new)
       return x_BTD, tuple(extended)
 
-    x_BTD, new_cache = reshard(self.lookup(tokens_BT), "batch", "residual_seq", "act_embed"), []
+    x_BTD, new_cache = reshard(self.lookup(tokens_BT), "batch", "seq", "act_embed"), []
     for segment, blocks, caches in zip(self.layout, self.segments, cache, strict=True):
       firsts = jnp.array(segment.layer_indices(0))
       x_BTD, extended = self.num.stack.scan(super_block, blocks, x_BTD, (firsts, caches))
@@ -201,7 +201,7 @@ class Decoder(nnx.Module):
         x_BTD, *_ = layer(x_BTD, tokens, rules, layer=first + place)
       return x_BTD, tuple(logits)
 
-    x_BTD = ensure_sharding(self.lookup(tokens_BT), rows, "residual_seq", "act_embed")
+    x_BTD = ensure_sharding(self.lookup(tokens_BT), rows, "seq", "act_embed")
     logits, indices = list[jax.Array](), list[int]()
     for segment, blocks in zip(self.layout, self.segments, strict=True):
       firsts = jnp.array(segment.layer_indices(0))

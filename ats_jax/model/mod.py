@@ -30,8 +30,8 @@ from ats_jax.sharding.apply import (
 )
 from ats_jax.sharding.rules import spec
 
-X_AXES = ("batch", "residual_seq", "act_embed")
-STREAM_TOKEN_AXES = ("batch", "residual_seq")
+X_AXES = ("batch", "seq", "act_embed")
+TOKEN_AXES = ("batch", "seq")
 ROW_AXES = ("batch", None)  # whole rows, however others are cut
 
 
@@ -61,9 +61,9 @@ class RoutedTokens:
     def local(x_BTD, index_BC, filled_BC, slot_BT):
       rows = take_rows(_flat(x_BTD), _places(index_BC, filled_BC, slot_BT), self.kernels)
       # Of the devices along a row one has the token of a place, and the others zeros.
-      return reduce_scatter(rows.reshape(*index_BC.shape, -1), STREAM_TOKEN_AXES[1], dim=1)
+      return reduce_scatter(rows.reshape(*index_BC.shape, -1), "seq", dim=1)
 
-    axes = (X_AXES, ROW_AXES, ROW_AXES, STREAM_TOKEN_AXES)
+    axes = (X_AXES, ROW_AXES, ROW_AXES, TOKEN_AXES)
     return island(local, in_axes=axes, out_axes=X_AXES)(
       x_BTD, self.index_BC, self.filled_BC, self.slot_BT
     )
@@ -82,11 +82,11 @@ class RoutedTokens:
 
     def local(y_BCD, gate_BT, index_BC, filled_BC, slot_BT):
       places = _places(index_BC, filled_BC, slot_BT)
-      y_BCD = all_gather(y_BCD, STREAM_TOKEN_AXES[1], dim=1)
+      y_BCD = all_gather(y_BCD, "seq", dim=1)
       y_ND = sum_rows(_flat(y_BCD), gate_BT.reshape(-1, 1), places, self.kernels)
       return y_ND.reshape(*gate_BT.shape, -1)
 
-    axes = (X_AXES, STREAM_TOKEN_AXES, ROW_AXES, ROW_AXES, STREAM_TOKEN_AXES)
+    axes = (X_AXES, TOKEN_AXES, ROW_AXES, ROW_AXES, TOKEN_AXES)
     return island(local, in_axes=axes, out_axes=X_AXES)(
       y_BCD, self.gate_BT, self.index_BC, self.filled_BC, self.slot_BT
     )
@@ -100,7 +100,7 @@ def _places(index_BC: jax.Array, filled_BC: jax.Array, slot_BT: jax.Array) -> Pl
   """Build the flattened map between tokens and places of a device's rows or parts of rows."""
   (batch, seq), capacity = slot_BT.shape, index_BC.shape[1]
   row_B1 = jnp.arange(batch)[:, None]
-  index_BC = index_BC - axis_index(STREAM_TOKEN_AXES[1]) * seq
+  index_BC = index_BC - axis_index("seq") * seq
   is_here_BC = filled_BC & (index_BC >= 0) & (index_BC < seq)
   source = jnp.where(is_here_BC, index_BC + row_B1 * seq, batch * seq).reshape(-1)
   slot = jnp.where(slot_BT < capacity, slot_BT + row_B1 * capacity, batch * capacity)
@@ -116,7 +116,7 @@ class DepthRouter(nnx.Module):
   """
 
   def __init__(self, cfg: Config, num: Numerics, rngs: nnx.Rngs):
-    self.cfg, self.kernels, self.along_row = cfg.mod, num.kernels, num.along_row
+    self.cfg, self.kernels = cfg.mod, num.kernels
     if self.cfg.routing != "learned":
       return
     width, wide = cfg.model.d_model, num.stored(Role.ROUTER)
@@ -157,14 +157,14 @@ class DepthRouter(nnx.Module):
     """
     wide = jnp.promote_types(x_BTD.dtype, jnp.float32)
     positions_BT, valid_BT = (
-      ensure_sharding(positions_BT, *STREAM_TOKEN_AXES),
-      ensure_sharding(valid_BT, *STREAM_TOKEN_AXES),
+      ensure_sharding(positions_BT, *TOKEN_AXES),
+      ensure_sharding(valid_BT, *TOKEN_AXES),
     )
-    scores_BT = gate_BT = jnp.ones(positions_BT.shape, wide, out_sharding=spec(*STREAM_TOKEN_AXES))
+    scores_BT = gate_BT = jnp.ones(positions_BT.shape, wide, out_sharding=spec(*TOKEN_AXES))
     predicted_BT = None
     if self.cfg.routing == "learned":
       x_BTD = _unit_rms(x_BTD.astype(wide))  # or scores would grow with the residual stream
-      scores_BT = _project("BTD,D->BT", x_BTD, self.weight, STREAM_TOKEN_AXES)
+      scores_BT = _project("BTD,D->BT", x_BTD, self.weight, TOKEN_AXES)
       gate_BT = jax.nn.sigmoid(scores_BT)
       if self.cfg.decision == "predictor":
         predicted_BT = self._predict(jax.lax.stop_gradient(x_BTD))
@@ -174,7 +174,7 @@ class DepthRouter(nnx.Module):
       if self.cfg.routing == "random" and rules.training:
         assert key is not None, "random routing draws in training"
         draw = lambda shape, cut: jax.random.uniform(key, shape, wide, out_sharding=cut)
-        scores_BT = draw_own_rows(draw, positions_BT.shape, spec(*STREAM_TOKEN_AXES))
+        scores_BT = draw_own_rows(draw, positions_BT.shape, spec(*TOKEN_AXES))
     # The tokens of a row compete, so all devices along it see all of them.
     gather_rows = lambda a_BT: reshard(a_BT, *ROW_AXES)
     scores_BT, valid_BT, causal_BT = map(
@@ -188,13 +188,13 @@ class DepthRouter(nnx.Module):
     limit = places if free_places_B is None else jnp.minimum(places, free_places_B)[:, None]
     chosen_BT = wanted_BT & (order_BT <= limit)
     count_B1 = jnp.sum(chosen_BT, axis=1, keepdims=True)
-    multiple = math.lcm(num_shards("residual_seq"), self.along_row.row_multiple())
+    multiple = num_shards("seq")
     # Empty places at the end make the shards of a row equally long.
     padded_places = -(-places // multiple) * multiple
     chosen = RoutedTokens(
       index_BC=jnp.argsort(~chosen_BT, axis=1, stable=True)[:, :padded_places],
       filled_BC=jnp.arange(padded_places) < count_B1,
-      slot_BT=reshard(jnp.where(chosen_BT, order_BT - 1, padded_places), *STREAM_TOKEN_AXES),
+      slot_BT=reshard(jnp.where(chosen_BT, order_BT - 1, padded_places), *TOKEN_AXES),
       gate_BT=gate_BT,
       kernels=self.kernels,
     )
@@ -224,8 +224,8 @@ class DepthRouter(nnx.Module):
 
   def _predict(self, x_BTD: jax.Array) -> jax.Array:
     """Log-odds that training would choose a token, from its own activations alone."""
-    hidden_BTH = _project("BTD,DH->BTH", x_BTD, self.predict_in, (*STREAM_TOKEN_AXES, "router"))
-    return _project("BTH,H->BT", jax.nn.silu(hidden_BTH), self.predict_out, STREAM_TOKEN_AXES)
+    hidden_BTH = _project("BTD,DH->BTH", x_BTD, self.predict_in, (*TOKEN_AXES, "router"))
+    return _project("BTH,H->BT", jax.nn.silu(hidden_BTH), self.predict_out, TOKEN_AXES)
 
   def _pattern(self, positions_BT: jax.Array, layer: jax.Array, capacity: float) -> jax.Array:
     """Choose tokens by position alone (static or random routing), differently in each layer."""

@@ -30,13 +30,11 @@ from ats_jax.sharding.apply import (
   ensure_sharding,
   island,
   num_shards,
-  reduce_scatter,
-  seq_axis,
 )
 from ats_jax.sharding.shards import gather_weight
 
 KERNEL_WIDTHS = 64  # grouped matmuls of any kernel take multiples of it
-X_AXES = ("batch", "residual_seq", "act_embed")
+X_AXES = ("batch", "seq", "act_embed")
 
 
 class MoE(nnx.Module):
@@ -75,7 +73,6 @@ class MoE(nnx.Module):
     routing, stats = self.router(x_BTD, valid_BT, key if training else None)
     with_capacity = training and self.cfg.dispatch == "capacity"
     rows_through = self._capacity if with_capacity else self._dropless
-    inside = "batch", seq_axis("ff")  # the devices of an expert's width see the same tokens
     layers = (self.gate, self.up, self.down)
     biases = [layer.bias for layer in layers if layer.bias is not None]
 
@@ -89,8 +86,8 @@ class MoE(nnx.Module):
     y_BTD, dropped, overflow = island(
       local,
       in_axes=(
-        (*inside, "act_embed"),
-        *[(*inside, "choice")] * 2,
+        X_AXES,
+        *[(*X_AXES[:2], "choice")] * 2,
         *(axes for layer in layers for axes in layer.stored_axes),
         *(bias.axes for bias in biases),
       ),
@@ -114,7 +111,7 @@ class MoE(nnx.Module):
     experts = ExpertCompute(compute, num_local, moe.exchange.factor, kernels, *groups)
     x_ND, expert_NK, weight_NK = (_flat(a) for a in (x_BTD, expert_BTK, weight_BTK))
     y_ND, overflow = run_experts(x_ND, expert_NK, weight_NK, weights, experts, moe.exchange.name)
-    y_BTD, none = _to_stream(y_ND, x_BTD.shape), jnp.zeros((), weight_BTK.dtype)
+    y_BTD, none = all_sum(y_ND, "ff").reshape(x_BTD.shape), jnp.zeros((), weight_BTK.dtype)
     return y_BTD, none, _over_tokens(overflow.astype(none.dtype))
 
   def _capacity(self, x_BTD, expert_BTK, weight_BTK, *weights):
@@ -133,7 +130,8 @@ class MoE(nnx.Module):
     y_EMD = _batched_mlp(rows_EMD, weights, gating=self.gating, kernels=kernels)
     y_EMD = all_to_all(_swap_back(y_EMD, num_shards("experts")), "experts")
     y_MD = y_EMD.reshape(-1, x_ND.shape[1])
-    y_BTD = _to_stream(sum_rows(y_MD, weight_NK, places, kernels), x_BTD.shape)
+    y_ND = all_sum(sum_rows(y_MD, weight_NK, places, kernels), "ff")
+    y_BTD = y_ND.reshape(x_BTD.shape)
     dropped = jnp.sum((expert_NK < num_experts) & (places.slot_NK == places.source_M.size))
     dropped = _over_tokens(dropped.astype(weight_NK.dtype))
     return y_BTD, dropped, jnp.zeros_like(dropped)
@@ -201,16 +199,9 @@ def _products(x, layers, times):
   return tuple(adapted(y, of[1:]) for y, of in zip(results, layers, strict=True))
 
 
-def _to_stream(y_ND: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-  """Sum the parts of an expert's width; [batch, seq, d_model], sharded as the residual stream."""
-  if seq_axis("ff") == "seq":
-    return reduce_scatter(y_ND.reshape(shape), "ff", dim=1)
-  return all_sum(y_ND, "ff").reshape(shape)
-
-
 def _over_tokens(count: jax.Array) -> jax.Array:
   """Sum a count over the devices that hold different tokens."""
-  return all_sum(all_sum(count, "batch"), seq_axis("ff"))
+  return all_sum(count, "batch", "seq")
 
 
 def _flat(a_BTx: jax.Array) -> jax.Array:

@@ -8,7 +8,7 @@ from ats_jax.config.schema import Config
 from ats_jax.model.layout import check_stages, segments_of
 from ats_jax.model.param import Role
 from ats_jax.model.stack import InOrder, Remat, Scan, Stack, Unrolled
-from ats_jax.ops.attention.along_row import WHOLE_ROWS, ContextParallel
+from ats_jax.ops.attention.along_row import AlongRow, attend_whole_rows
 from ats_jax.ops.registry import XLA, Kernels
 from ats_jax.sharding.apply import num_shards
 
@@ -39,7 +39,7 @@ class Numerics:
   max_segments: int
   deterministic: bool
   stack: Stack
-  along_row: ContextParallel
+  along_row: AlongRow
   keep_gathered: bool = False
 
   def stored(self, role: Role) -> jnp.dtype:
@@ -70,7 +70,7 @@ def numerics(cfg: Config, kernels: Kernels = XLA, platform: str = "cpu") -> Nume
     max_segments=cfg.data.max_segments + 1,
     deterministic=cfg.precision.deterministic,
     stack=stack_of(cfg, unroll_of(cfg, platform)),
-    along_row=along_row_of(cfg),
+    along_row=along_row_of(),
     keep_gathered=cfg.mesh.keep_gathered,
   )
 
@@ -107,17 +107,13 @@ def stack_of(cfg: Config, unroll: int) -> Stack:
   )
 
 
-def along_row_of(cfg: Config) -> ContextParallel:
+def along_row_of() -> AlongRow:
   """Choose how the devices along a row of the current mesh share its attention."""
   if num_shards("seq") == 1:
-    return WHOLE_ROWS
-  if cfg.mesh.context_ring:
-    from ats_jax.ops.attention.ring import Ring
+    return attend_whole_rows
+  from ats_jax.ops.attention.ulysses import attend_by_heads
 
-    return Ring()
-  from ats_jax.ops.attention.ulysses import Ulysses
-
-  return Ulysses()
+  return attend_by_heads
 
 
 def unroll_of(cfg: Config, platform: str) -> int:

@@ -17,7 +17,7 @@ from ats_jax.model.stats import MoEStats
 from ats_jax.ops.routing import RoutingRule, route
 from ats_jax.sharding.apply import draw_own_rows, einsum, ensure_sharding
 
-STREAM_TOKEN_AXES = ("batch", "residual_seq")  # each device routes its own tokens of the stream
+TOKEN_AXES = ("batch", "seq")  # each device routes its own tokens of the stream
 CLOSED = -1e30  # the logit of an expert that a token cannot go to; exp() of it is 0
 
 
@@ -86,7 +86,7 @@ class Router(nnx.Module):
       valid_BT: bool; the others are padding and go nowhere.
       noise_key: for `moe.noise`; None = no noise.
     """
-    moe, valid_BT = self.cfg, ensure_sharding(valid_BT, *STREAM_TOKEN_AXES)
+    moe, valid_BT = self.cfg, ensure_sharding(valid_BT, *TOKEN_AXES)
     x_BTD = x_BTD.astype(jnp.promote_types(x_BTD.dtype, jnp.float32))
     logits_BTE = self._close(x_BTD, self.logits(x_BTD) / moe.temperature)
     noisy_BTE = logits_BTE
@@ -111,7 +111,7 @@ class Router(nnx.Module):
       "BTD,DE->BTE",
       x_BTD,
       self.weight[...].astype(x_BTD.dtype),
-      axes=(*STREAM_TOKEN_AXES, "router"),
+      axes=(*TOKEN_AXES, "router"),
       precision=jax.lax.Precision.HIGHEST,
     )
     return logits_BTE if self.offset is None else logits_BTE + self.offset[...]
@@ -148,7 +148,7 @@ class Router(nnx.Module):
       "BTD,SD->BTS",
       jax.lax.stop_gradient(x_BTD),
       self.direction_SD[...].astype(x_BTD.dtype),
-      axes=(*STREAM_TOKEN_AXES, "router"),
+      axes=(*TOKEN_AXES, "router"),
       precision=jax.lax.Precision.HIGHEST,
     )
     # Exactly one of the sides +1 and -1 is open, on the plane itself too.

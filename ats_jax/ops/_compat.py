@@ -18,44 +18,40 @@ def coordination_client() -> Any:
 
 def cudnn_attention_forward(
   q_BTNH: jax.Array,
-  k_BSKH: jax.Array,
-  v_BSKH: jax.Array,
+  k_BTKH: jax.Array,
+  v_BTKH: jax.Array,
   starts_BM: jax.Array | None,
   lengths_BM: jax.Array | None,
   scale: float,
   window: int | None = None,
-  key_bounds: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
   """Causal cuDNN flash attention within each segment of a packed row; no dense mask.
 
   Args:
     q_BTNH: bfloat16 queries [batch, seq, heads, head_dim].
-    k_BSKH: keys [batch, their seq, kv_heads, head_dim].
-    v_BSKH: values like the keys.
+    k_BTKH: keys [batch, seq, kv_heads, head_dim].
+    v_BTKH: values like the keys.
     starts_BM: int32 [batch, M + 1], first token of each of at most M segments, then -1. None = a
       row is one segment, for which cuDNN has a faster kernel.
     lengths_BM: int32 [batch, M], tokens in each segment, then -1; or None.
     scale: multiplies the scores.
     window: a query sees itself and the `window - 1` tokens before it; None = all before it.
-    key_bounds: starts and lengths of the same segments among the keys; a query then sees all keys
-      of its segment. None = those of the queries, and attention is causal.
 
   Returns:
     The output like the queries, and the logarithms of the softmax's denominators, float32
     [batch * M, heads, seq], M = 1 for None: those of the batch's first segment come first, then the
     second's... For tokens of no segment they hold anything.
   """
-  k_starts_BM, k_lengths_BM = key_bounds or (starts_BM, lengths_BM)
   results = cudnn.dot_product_attention(
     q_BTNH,
-    k_BSKH,
-    v_BSKH,
+    k_BTKH,
+    v_BTKH,
     q_seqlen=lengths_BM,
-    kv_seqlen=k_lengths_BM,
+    kv_seqlen=lengths_BM,
     q_offsets=starts_BM,
-    kv_offsets=k_starts_BM,
+    kv_offsets=starts_BM,
     scale=scale,
-    mask_type=_mask(starts_BM, key_bounds),
+    mask_type=_mask(starts_BM),
     sliding_window_length=window,
     return_residual=True,
   )
@@ -65,8 +61,8 @@ def cudnn_attention_forward(
 
 def cudnn_attention_backward(
   q_BTNH: jax.Array,
-  k_BSKH: jax.Array,
-  v_BSKH: jax.Array,
+  k_BTKH: jax.Array,
+  v_BTKH: jax.Array,
   starts_BM: jax.Array | None,
   lengths_BM: jax.Array | None,
   y_BTNH: jax.Array,
@@ -74,26 +70,24 @@ def cudnn_attention_backward(
   dy_BTNH: jax.Array,
   scale: float,
   window: int | None = None,
-  key_bounds: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Gradients of queries, keys and values, from the output and the softmax statistics.
 
   The attention weights are `exp(score - lse)`, also for an output and statistics that
   `cudnn_attention_forward` did not return. Gradients of tokens of no segment are undefined.
   """
-  none, mask = jnp.zeros(0, q_BTNH.dtype), _mask(starts_BM, key_bounds)
+  none, mask = jnp.zeros(0, q_BTNH.dtype), _mask(starts_BM)
   starts, lengths = (none if a is None else a for a in (starts_BM, lengths_BM))
-  k_starts, k_lengths = key_bounds or (starts, lengths)
   newer = "score_mod" in inspect.signature(cudnn.dot_product_attention).parameters
-  dq_BTNH, dk_BSKH, dv_BSKH = cudnn._dot_product_attention_bwd_p_wrapper.bind(
+  dq_BTNH, dk_BTKH, dv_BTKH = cudnn._dot_product_attention_bwd_p_wrapper.bind(
     q_BTNH,
-    k_BSKH,
-    v_BSKH,
+    k_BTKH,
+    v_BTKH,
     none,  # bias
     lengths,
-    k_lengths,
+    lengths,
     starts,
-    k_starts,
+    starts,
     none,  # page tables
     none,
     lse_RNT,
@@ -108,10 +102,8 @@ def cudnn_attention_backward(
     sliding_window_length=window,
     **({"score_mod": None} if newer else {}),
   )
-  return dq_BTNH, dk_BSKH, dv_BSKH
+  return dq_BTNH, dk_BTKH, dv_BTKH
 
 
-def _mask(starts_BM, key_bounds):
-  if key_bounds is not None:
-    return cudnn.MaskType.PADDING
+def _mask(starts_BM):
   return cudnn.MaskType.CAUSAL if starts_BM is None else cudnn.MaskType.PADDING_CAUSAL

@@ -16,13 +16,11 @@ from ats_jax.sharding.apply import (
   all_max,
   all_sum,
   axis_index,
-  ensure_sharding,
   island,
   num_isolated_replicas,
   num_shards,
   reduce_scatter,
   row_axis,
-  seq_axis,
 )
 
 HEAD_AXES = ("vocab", "embed")
@@ -138,7 +136,7 @@ def token_logprobs(
   Returns:
     float32 [batch, seq], sharded like the targets.
   """
-  axes = _axes_at_head(x_BTD)
+  axes = final_activation_axes(x_BTD)
 
   def local(x_BTD, head_VD, targets_BT):
     tokens = targets_BT.size
@@ -156,8 +154,7 @@ def token_logprobs(
     return logprobs.reshape(-1)[:tokens].reshape(targets_BT.shape)
 
   args = x_BTD, head_VD, targets_BT
-  scored = island(local, in_axes=(axes, _WHOLE_HEAD, axes[:2]), out_axes=axes[:2])(*args)
-  return ensure_sharding(scored, axes[0], "seq")
+  return island(local, in_axes=(axes, _WHOLE_HEAD, axes[:2]), out_axes=axes[:2])(*args)
 
 
 def _logprobs_forward(x_BTD, head_VD, targets_BT, *how):
@@ -200,7 +197,7 @@ def _sums_and_grads(
     per_token=per_token,
     with_grads=with_grads,
   )
-  axes = _axes_at_head(x_BTD)
+  axes = final_activation_axes(x_BTD)
   of_tokens = axes[:2]
   local = functools.partial(
     _local,
@@ -214,24 +211,15 @@ def _sums_and_grads(
   scalar: Any = ()  # a tree of axes in the place of one of arrays
   each: Any = of_tokens if per_token else scalar
   sums = LossSums(scalar, each, scalar, scalar)
-  grads = (final_activation_axes(x_BTD), HEAD_AXES) if with_grads else None
-  sums, grads = island(
-    local, in_axes=(axes, _WHOLE_HEAD, of_tokens, of_tokens), out_axes=(sums, grads)
-  )(x_BTD, head_VD, targets_BT, mask_BT)
-  if per_token:
-    sums = sums._replace(cross_entropy=ensure_sharding(sums.cross_entropy, axes[0], "seq"))
-  return sums, grads
+  grads = (axes, HEAD_AXES) if with_grads else None
+  return island(local, in_axes=(axes, _WHOLE_HEAD, of_tokens, of_tokens), out_axes=(sums, grads))(
+    x_BTD, head_VD, targets_BT, mask_BT
+  )
 
 
 def final_activation_axes(x_BTD: jax.Array) -> tuple[str, ...]:
   """Logical axes of the final activations; the stages of a pipeline share their rows."""
-  return (row_axis(x_BTD.shape[0]), "residual_seq", "act_embed")
-
-
-def _axes_at_head(x_BTD: jax.Array) -> tuple[str, ...]:
-  """Logical axes in the matmul with the head, where all shards of the vocabulary see all tokens."""
-  rows, _, width = final_activation_axes(x_BTD)
-  return (rows, seq_axis("vocab"), width)
+  return (row_axis(x_BTD.shape[0]), "seq", "act_embed")
 
 
 def _local(
@@ -257,11 +245,7 @@ def _local(
   if dhead_VD is None or dx is None:
     return sums, None
   dx_BTD = dx.reshape(-1, d_model)[:tokens].reshape(x_BTD.shape)
-  if seq_axis("vocab") == "seq":
-    dx_BTD = reduce_scatter(dx_BTD, "vocab", dim=1)
-  else:
-    dx_BTD = all_sum(dx_BTD, "vocab")
-  return sums, (dx_BTD.astype(x_BTD.dtype), scatter(dhead_VD))
+  return sums, (all_sum(dx_BTD, "vocab").astype(x_BTD.dtype), scatter(dhead_VD))
 
 
 def _reduce_scatter_widths(dhead_VD):

@@ -141,17 +141,6 @@ OPS: dict[str, Op] = {
       is_xla=True,
     ),
   ),
-  "attention_block": op(  # of rows that go round a ring
-    FORWARD_BACKWARD,
-    Kernel(
-      "cudnn",
-      {"forward": cudnn.block_forward, "backward": cudnn.block_backward},
-      default=FORWARD_BACKWARD,
-      why="flash attention, the fastest measured on Hopper",
-      obstacle=requirements.cudnn_attention_block,
-    ),
-    used_by=when("mesh.context_ring"),
-  ),
   "grouped_matmul": op(
     ("forward", "input_gradient", "weight_gradient"),
     Kernel(

@@ -6,7 +6,7 @@ Letters: B batch, T seq, D d_model, V vocab, K tokens at a position, C positions
 import jax
 import jax.numpy as jnp
 
-from ats_jax.sharding.apply import ensure_sharding, island, num_shards, row_axis, seq_axis
+from ats_jax.sharding.apply import island, num_shards, row_axis
 
 
 def likeliest(
@@ -54,7 +54,7 @@ def logprobs_of(
 
 def _in_chunks(x_BTD, head_VD, ids_BTK, of_chunk, results, temperature, chunk, soft_cap):
   """What `of_chunk` makes of log-probabilities [C, V] and ids [C, K], [batch, seq * K] each."""
-  axes = row_axis(x_BTD.shape[0]), seq_axis("vocab"), "act_embed"
+  axes = row_axis(x_BTD.shape[0]), "seq", "act_embed"
   size = max(1, chunk // (num_shards(axes[0]) * num_shards(axes[1])))
 
   def local(x_BTD, head_VD, ids_BTK):
@@ -76,4 +76,4 @@ def _in_chunks(x_BTD, head_VD, ids_BTK, of_chunk, results, temperature, chunk, s
 
   in_axes = axes, (None, "act_embed"), axes[:2]
   found = island(local, in_axes=in_axes, out_axes=(axes[:2],) * results)(x_BTD, head_VD, ids_BTK)
-  return tuple(ensure_sharding(a, axes[0], "seq") for a in found)
+  return found

@@ -16,7 +16,6 @@ ATTENTION_RESULTS = ("attn_y", "attn_lse")
 ATTENTION_OUT = "attn_out"  # the output projected to the width of the residual stream
 MLP_HIDDEN = ("mlp_gate", "mlp_up")
 EXPERT_RESULTS = ("expert_gate", "expert_up", "expert_out")
-SCATTERED_SUM = "sub_layer_out"  # of a matmul's shares, over devices
 FP8_MAXIMA = "fp8_amax"  # the largest values of a forward pass
 
 # Results of kernels: 'dots' and 'names' keep them, so that none runs twice.
@@ -26,7 +25,7 @@ _KERNEL_RESULTS = (*ATTENTION_RESULTS, *EXPERT_RESULTS, FP8_MAXIMA)
 def remat_policy(name: str) -> Callable[..., Any]:
   """Return the `jax.checkpoint` policy of this name in `step.remat`, of which 'none' has none."""
   policies = jax.checkpoint_policies
-  products = policies.save_only_these_names(*_KERNEL_RESULTS, SCATTERED_SUM)
+  products = policies.save_only_these_names(*_KERNEL_RESULTS)
   dots = policies.dots_with_no_batch_dims_saveable
   of_attention = *ATTENTION_RESULTS, FP8_MAXIMA
   return {

@@ -106,16 +106,6 @@ def cudnn_attention(cfg: Config, device: Device) -> str:
   return ""
 
 
-def cudnn_attention_block(cfg: Config, device: Device) -> str:
-  """Obstacle of cuDNN's attention between chunks of a row that go round a ring."""
-  if cfg.model.window:
-    return (
-      f"cuDNN has no windows in a ring, model.window is {cfg.model.window}: with "
-      "mesh.context_ring=false it has"
-    )
-  return cudnn_attention(cfg, device)
-
-
 def triton_attention(cfg: Config, device: Device) -> str:
   """Obstacle of `kernels_triton.attention`."""
   if obstacle := triton(cfg, device):

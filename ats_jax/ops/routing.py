@@ -62,7 +62,7 @@ def _route(logits_BTE, selection_BTE, valid_BT, rule, kernels):
   if kernel is not None:
     run = functools.partial(kernel, **rule._asdict())
     args = logits_BTE, selection_BTE, valid_BT
-    if num_shards("residual_seq") == 1:
+    if num_shards("seq") == 1:
       column_BTK, weight_BTK, load_BE = map_shards(run, *args, out_like=(0, 0, 2))
       return column_BTK, weight_BTK, reshard(load_BE, "batch", "router")
     # The load that the kernel finds is of a device's part of each row.

@@ -8,7 +8,6 @@ from ats_jax.config.build import resolve
 from ats_jax.config.schema import Config
 from ats_jax.data.tokens.tokenizer import ByteTokenizer
 from ats_jax.model.numerics import numerics
-from ats_jax.sharding.apply import num_shards
 from ats_jax.sharding.mesh import mesh_sizes
 from ats_jax.sharding.rules import MESH_AXES, spec
 from ats_jax.step import program
@@ -59,11 +58,6 @@ def abstract_state(cfg: Config) -> TrainState:
   # Which implementation runs changes no shape.
   num = numerics(cfg)
   return jax.eval_shape(lambda: init_state(cfg, num, build_optimizer(cfg, "cpu")))
-
-
-def is_ring(cfg: Config) -> bool:
-  """Whether attention is a ring on the current mesh (`mesh.context_ring`)."""
-  return cfg.mesh.context_ring and num_shards("seq") > 1
 
 
 def batch_on_mesh(*shape: int) -> dict[str, jax.ShapeDtypeStruct]:

@@ -104,7 +104,7 @@ def fit_lines(found: FitResult) -> list[str]:
     lines.append(f"  and {found.unseen} more meshes that are slower")
   for reason, names in _refusals(found.refused).items():
     lines.append(f"not possible: {'; '.join(names)}: {reason}")
-  lines.append("ms: by the rates, if half of what weights and gradients exchange were hidden")
+  lines.append("ms: by the rates")
   pick = found.pick
   if pick is None:
     return [*lines, "", "nothing fits. The smallest plan:", *_smallest(found)]

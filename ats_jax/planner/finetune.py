@@ -167,8 +167,7 @@ class Chooser:
       self.choose("nothing is held out", {"checkpoint.every_steps": every})
       return
     self.choose(f"{LOOKS} evaluations; the best is kept", looks | {"checkpoint.keep_best": True})
-    cuts = self.cfg.mesh.cuts()
-    if cfg.data.seq_len > PROBE_POSITIONS and any(PROBE_POSITIONS % cut.ways for cut in cuts):
+    if cfg.data.seq_len > PROBE_POSITIONS and PROBE_POSITIONS % self.cfg.mesh.context:
       return
     self.choose(
       f"the run ends after {PATIENCE} evaluations without a lower loss",

@@ -54,9 +54,7 @@ class Axis(NamedTuple):
 # layer should not leave a host.
 AXES = (
   Axis("fsdp", lambda cfg: cfg.model.d_model),
-  Axis(
-    "context", lambda cfg: ONE_HOST if cfg.mesh.context_ring else min(ONE_HOST, cfg.model.num_heads)
-  ),
+  Axis("context", lambda cfg: min(ONE_HOST, cfg.model.num_heads)),
   Axis("expert", lambda cfg: max(1, cfg.moe.num_experts)),
   Axis("tensor", lambda cfg: min(ONE_HOST, cfg.model.num_kv_heads)),
   Axis("stage", lambda cfg: cfg.model.num_layers),
@@ -164,11 +162,8 @@ def meshes(cfg: Config, devices: int) -> Iterator[dict[str, Any]]:
       continue
     mesh: dict[str, Any] = {"mesh.data": devices // math.prod(sizes)}
     mesh |= {f"mesh.{axis.name}": n for axis, n in zip(AXES, sizes, strict=True)}
-    if cfg.mesh.shard_residuals:  # which is refused where it does nothing
-      mesh["mesh.shard_residuals"] = mesh["mesh.tensor"] > 1
-    if cfg.mesh.context_ring:  # likewise
-      mesh["mesh.context_ring"] = mesh["mesh.context"] > 1
-    if (asked := cfg.mesh.compress_gradients) != "none":  # likewise, and in a pipeline
+    # What is refused where it does nothing, and in a pipeline.
+    if (asked := cfg.mesh.compress_gradients) != "none":
       sends = mesh["mesh.data"] > 1 and mesh["mesh.stage"] == 1
       mesh["mesh.compress_gradients"] = asked if sends else "none"
     shards = math.prod(mesh[f"mesh.{axis}"] for axis in ZERO_AXES)

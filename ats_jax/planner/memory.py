@@ -28,8 +28,8 @@ from ats_jax.model.param import (
   weights_of,
 )
 from ats_jax.ops.registry import asked_for
-from ats_jax.planner.abstract import abstract_state, batch_on_mesh, device_bytes, is_ring
-from ats_jax.sharding.apply import has_several_devices, num_shards, seq_axis
+from ats_jax.planner.abstract import abstract_state, batch_on_mesh, device_bytes
+from ats_jax.sharding.apply import has_several_devices, num_shards
 from ats_jax.sharding.pipeline import num_stages, num_ticks, single_stage_mesh
 from ats_jax.sharding.rules import whole_rows
 from ats_jax.step.objective import Pretraining, batch_totals
@@ -94,12 +94,9 @@ def peak(cfg: Config, state: TrainState, kept: Callable[[Config, int], int] | No
     traced under `step.remat`; XLA may keep less (fusion) or more (copies). Where attention may be
     cuDNN's, arrays of the size seq x seq are left out, and so is the head's gradient, which the
     loss makes.
-  recomputed block: with remat, what a super-block keeps without it, once. With or without, the
-    scores of a ring that XLA computes, which keeps none (`mesh.context_ring`).
+  recomputed block: with remat, what a super-block keeps without it, once.
   block's gradients: of unrolled layers. Of all that a super-block keeps; each has the size of what
     it is the gradient of.
-  whole residuals: of unrolled layers whose residuals are cut (`mesh.shard_residuals`): what half a
-    layer reads, and its gradient.
   recomputed stage: of a pipeline, whose stages keep their inputs and what `step.remat_stages`
     says: what the layers of one stage keep of a micro-batch under `step.remat`.
   handed on: of a pipeline, what comes out of it, and its gradient.
@@ -130,7 +127,6 @@ class _Sizes(NamedTuple):
   Attributes:
     of_head: bytes of the head's gradient that are among the gradients.
     of_layer: bytes of the activations of one super-block; 0 in a pipeline.
-    whole_residual: zero if residuals are not cut.
     made_by_loss: the head's gradient and that of its input.
     weights: in the compute dtype, see `_compute_weights`.
     weights_at_end: those of them that are there in the last layer of the backward pass.
@@ -140,7 +136,6 @@ class _Sizes(NamedTuple):
   of_layer: int
   recomputed_block: int
   block_gradients: int
-  whole_residual: int
   recomputed_stage: int
   handed_on: int
   weights: int
@@ -155,8 +150,7 @@ def _sizes(cfg: Config, state: TrainState, kept: Callable[[Config, int], int] | 
   blocks, stages = sum(segment.repeats for segment in state.model.layout), num_stages()
   compute = jnp.dtype(cfg.precision.compute_dtype).itemsize
   rows = cfg.data.batch_size // cfg.step.accum_steps // num_shards("batch")
-  residual = rows * cfg.data.seq_len // num_shards("seq") * cfg.model.d_model * compute
-  stream = rows * cfg.data.seq_len // num_shards("residual_seq") * cfg.model.d_model * compute
+  stream = rows * cfg.data.seq_len // num_shards("seq") * cfg.model.d_model * compute
   micro, rounds, of_stage = cfg.step.accum_steps, cfg.mesh.stage_rounds, 0
   behind = rows * micro // stages if stages > 1 else rows  # rows in the loss
   # Traced as a loop: what XLA makes of weights for unrolled layers is a part of its own.
@@ -180,16 +174,15 @@ def _sizes(cfg: Config, state: TrainState, kept: Callable[[Config, int], int] | 
   # The trace has a float32 gradient of the head; of a frozen one nobody computes it.
   traced = device_bytes(table) if is_frozen else of_head
   waiting = round(waiting - traced // table.dtype.itemsize * 4)
-  scored = num_shards(seq_axis("vocab"))  # parts of a row
+  scored = num_shards("seq")  # parts of a row
   of_chunk = cfg.step.loss_chunk_tokens // (num_shards("rows") * scored)
   chunk = min(behind * cfg.data.seq_len // scored, max(1, of_chunk))
   weights, weights_at_end = _compute_weights(cfg, state.model)
   return _Sizes(
     activations=waiting,
     of_layer=0 if stages > 1 else waiting // blocks,
-    recomputed_block=again * of_block + _scores(cfg, rows),
+    recomputed_block=again * of_block,
     block_gradients=of_block,
-    whole_residual=residual if residual > stream else 0,
     recomputed_stage=of_stage,
     handed_on=2 * micro * stream if stages > 1 else 0,
     weights=weights,
@@ -225,7 +218,6 @@ def _moments(cfg: Config, state: TrainState, sizes: _Sizes) -> list[Peak]:
   block = {
     "recomputed block": sizes.recomputed_block,
     "block's gradients": sizes.block_gradients,
-    "whole residuals": 2 * sizes.whole_residual,
   }
   always = {"handed on": sizes.handed_on, "head's gradient": sizes.head_gradient}
   before_gradients = {
@@ -269,29 +261,11 @@ def activations(cfg: Config, state: TrainState, rows: int) -> int:
   """Bytes that wait for the backward pass of so many rows a device, see `peak`."""
   rows, seq = rows * num_shards("batch"), cfg.data.seq_len
   kept = _residuals(cfg, state, rows, seq)
-  is_whole = (
-    _runs_xla(cfg, "attention") and not cfg.mesh.context_ring
-  )  # a ring keeps nothing of seq x seq
-  multiple = math.lcm(num_shards("residual_seq"), state.model.num.along_row.row_multiple())
-  if is_whole or cfg.step.remat != "none" or seq % (2 * multiple):
+  is_whole = asked_for(cfg).get("attention.forward", ("", ""))[1] == "xla"
+  if is_whole or cfg.step.remat != "none" or seq % (2 * num_shards("seq")):
     return kept
   # The same tokens in rows half as long need half as much of what grows with seq x seq.
   return kept - 2 * (kept - _residuals(cfg, state, 2 * rows, seq // 2))
-
-
-def _scores(cfg: Config, rows: int) -> int:
-  """Bytes of scores and of their gradient, of a device's queries and its own keys in a ring."""
-  if not (is_ring(cfg) and _runs_xla(cfg, "attention_block")):
-    return 0
-  heads, positions = (
-    cfg.model.num_heads // num_shards("heads"),
-    cfg.data.seq_len // num_shards("seq"),
-  )
-  return 2 * rows * heads * positions**2 * 4
-
-
-def _runs_xla(cfg: Config, op: str) -> bool:
-  return asked_for(cfg).get(f"{op}.forward", ("", ""))[1] == "xla"
 
 
 def _residuals(cfg: Config, state: TrainState, rows: int, seq: int) -> int:

@@ -14,9 +14,9 @@ from ats_jax.model.fp8 import fp8_layers
 from ats_jax.model.layer_kinds import layer_kinds
 from ats_jax.model.layers import activation_axes
 from ats_jax.model.layout import mod_tokens
+from ats_jax.model.numerics import is_unrolled
 from ats_jax.model.param import Frozen, Param, Role, is_quantised, params_of, weights_of
 from ats_jax.ops.expert_exchange import host_capacity
-from ats_jax.planner.abstract import is_ring
 from ats_jax.planner.hardware import Hardware
 from ats_jax.sharding.apply import mesh_axes, num_hosts, num_shards
 from ats_jax.sharding.compressed import sent_bytes
@@ -25,31 +25,38 @@ from ats_jax.sharding.replicas import num_replicas
 from ats_jax.sharding.rules import StatePart
 from ats_jax.step.parts.replicas import compresses, is_compressed
 
-# Fitted to steps of 1.5B, 8.03B and two models with experts on one H200
+# Fitted to steps of 1.5B, 8.03B and models with experts on one to four H100s and H200s
 # (docs/lab/performance.md#the-planner-beside-what-was-measured).
 MATMUL_EFFICIENCY = 0.96  # a step's matmuls, as a share of the rate of a large matmul alone
 # Attention's share of the rate of a step's matmuls, by the length of rows.
 MAX_ATTENTION_SHARE = 0.82  # the limit that it rises to
 ATTENTION_HALF_LENGTH = 2730  # the length with half of it
 MIN_LENGTH = 2048  # shorter rows were not measured and count as this long
-ATTENTION_FALL_LENGTH = 865_000  # falls to half again at this length (131,072: one H100)
+ATTENTION_FALL_LENGTH = 500_000  # falls to half again at this length, by rows of 131,072
 NARROW_HEAD_SHARE = 0.73  # factor of that share for heads narrower than 128
 # Reads and writes by elementwise ops of a layer and its gradient.
 STREAM_PASSES = 26  # of d_model numbers of a token
 FF_PASSES = 20  # of d_ff numbers of a token
 CHOICE_PASSES = 12  # of d_model numbers for each choice, on the way to an expert and back
+# Of rows of d_model numbers, by what surrounds an exchange of tokens in both passes of a layer.
+GATHERED_PASSES = 14  # of those of all tokens, from which a device takes its experts' own
+PLACED_PASSES = 40  # of those that are put into blocks, one for each device
 BYTES_PER_LOGIT = 14
 GRADIENT_PASSES = 6  # written, put into place, and read for norms and the update
+# The share of what weights and gradients exchange by which a step is shorter than if nothing were
+# hidden, with `mesh.copy_engines`. Without, it is 0: NCCL's kernels take SMs, and as they run other
+# kernels lose about as much time as the links need (docs/lab/performance.md#what-fsdp-waits-for).
+HIDDEN_COPIES = 0.25
 # Policies of `step.remat`.
 RECOMPUTING_POLICIES = ("full", "attention")  # keep no matmul of a layer
 INPUT_KEEPING_POLICIES = ("names", "qkv")  # keep the inputs of attention
 # In 8 bits, on an H100.
 FP8_TIME = 0.5  # of the time of a matmul in bfloat16
 CAST_PASSES = 10  # of the numbers of a token, by casts
-# Bytes that the loops of a stage move in each tick for each of its weights: they copy slices, put
-# gradients into place and add them up. By steps on two H100s, in one round and in two. Unrolled
-# layers move less and count alike: five such steps of two H200s were planned 1 to 4 % too slow.
-BYTES_PER_TICK = 28
+# Bytes that a stage moves in each tick for each of its weights: gradients are put into place and
+# added up, and a loop over layers copies slices too. By steps in one round and in two.
+BYTES_PER_TICK = 14
+BYTES_PER_TICK_IN_LOOP = 38
 
 
 def step_seconds(
@@ -64,19 +71,17 @@ def step_seconds(
   a row; compressed ones over replicas once an update, in 8 bits there and back
   (`sharding.compressed`). Devices along these axes swap parts of the rows of a lookup table, and of
   their gradients.
-  `context` swaps positions for heads before attention and back, in both passes; with
-  `mesh.context_ring` it hands keys and values round, and their gradients in float32 too.
-  `tensor` sums activations twice a layer in the forward and twice in the backward pass (Shoeybi et
-  al. 2019, arXiv:1909.08053, section 3); with `mesh.shard_residuals` it scatters these sums, and
-  gathers positions six times a layer. `expert` sends rows to experts and back in both passes,
-  by `moe.exchange=hierarchical` first between hosts, at the rate of the links that were measured.
+  `context` swaps positions for heads before attention and back, in both passes. `tensor` sums
+  activations twice a layer in the forward and twice in the backward pass (Shoeybi et al. 2019,
+  arXiv:1909.08053, section 3). `expert` sends rows to experts and back in both passes, by
+  `moe.exchange=hierarchical` first between hosts, at the rate of the links that were measured.
   Attention is slower than other matmuls, and elementwise ops take the time of the memory that they
   go through, by numbers fitted on one GPU. `step.remat=full` computes the layers' forward pass
   twice, with what it exchanges, `attention` all of it but attention, and `qkv` the feed-forward
   part; what other policies compute twice is left out. A stage of a pipeline computes its layers
   once more by `step.remat_stages`, in each tick, also where it idles (`sharding.pipeline`); what is
-  before and behind them is shared. Its loops move weights and gradients in each tick. Matmuls in 8
-  bits take half the time, as on a GPU that has them.
+  before and behind them is shared. It moves gradients in each tick, and in a loop weights. Matmuls
+  in 8 bits take half the time, as on a GPU that has them.
 
   Args:
     cfg: the resolved config.
@@ -87,8 +92,8 @@ def step_seconds(
 
   Returns:
     `parts`, seconds by name, None where nothing was measured; `least`, if all communication of
-    weights and gradients were hidden, and that of a ring (that of other activations is not: the
-    next op waits for it), `most`, if none were, and `likely`, between them.
+    weights and gradients were hidden (that of activations is not: the next op waits for it),
+    `most`, if none were, and `likely`: `most`, or less with `mesh.copy_engines`.
 
   Raises:
     ValueError: if the rate of a matmul in the compute dtype was not measured.
@@ -140,7 +145,7 @@ def step_seconds(
     "measured_devices": 0 if hardware.is_typical else hardware.devices,
     "parts": parts,
     "least": least,
-    "likely": (least + most) / 2,
+    "likely": most - (HIDDEN_COPIES if cfg.mesh.copy_engines else 0.0) * (most - least),
     "most": most,
   }
 
@@ -181,7 +186,8 @@ def _stage_bytes(cfg: Config, model: Decoder, passes: float) -> float:
   ways = lambda param: math.prod(mesh[axis] for axis in _axes(param, "gradients"))
   size = sum(p.size / ways(p) for p in params_of(model) if p.ndim > len(p.axes))
   kept = passes if cfg.step.remat_stages in ("names", "dots") else 0.0
-  return _layer_passes(cfg) * cfg.mesh.stage_rounds * size * BYTES_PER_TICK + kept
+  each = BYTES_PER_TICK if is_unrolled(cfg, "gpu") else BYTES_PER_TICK_IN_LOOP
+  return _layer_passes(cfg) * cfg.mesh.stage_rounds * size * each + kept
 
 
 def _attention_share(cfg: Config) -> float:
@@ -198,16 +204,15 @@ def _attention_share(cfg: Config) -> float:
 def _passes(cfg: Config) -> float:
   """Bytes of a token on a device that elementwise ops of the layers of a stage read or write."""
   model, moe = cfg.model, cfg.moe
-  stream = model.d_model * num_shards("seq") / num_shards("residual_seq")
   routed = mod_tokens(cfg.mod.capacity, cfg.data.seq_len) / cfg.data.seq_len
   numbers = 0.0
   for kind, is_8_bit in zip(layer_kinds(cfg), fp8_layers(cfg), strict=True):
     choices = moe.top_k if kind.moe else 0
     width = (choices + moe.num_shared) * moe.d_ff if kind.moe else model.d_ff
-    passes = STREAM_PASSES * stream + FF_PASSES * width / num_shards("ff")
+    passes = STREAM_PASSES * model.d_model + FF_PASSES * width / num_shards("ff")
     passes += CHOICE_PASSES * choices * model.d_model
     if is_8_bit and not kind.moe:
-      passes += CAST_PASSES * (stream + width / num_shards("ff"))
+      passes += CAST_PASSES * (model.d_model + width / num_shards("ff"))
     numbers += passes * (routed if kind.mod else 1.0)
   return numbers * jnp.dtype(cfg.precision.compute_dtype).itemsize / num_stages()
 
@@ -236,7 +241,7 @@ def _weights_and_gradients(
   ways = lambda axes: math.prod(mesh[axis] for axis in axes)
   compute = jnp.dtype(cfg.precision.compute_dtype).itemsize
   in_8_bits = fp8_layers(cfg)
-  token_axes = {*mesh_axes("rows"), *mesh_axes("residual_seq")}
+  token_axes = {*mesh_axes("rows"), *mesh_axes("seq")}
   sent = collections.Counter[tuple[str, int, float]]()  # bytes by name, devices, times in a step
   for param in weights_of(model):
     of_layers = param.ndim > len(param.axes)
@@ -292,81 +297,78 @@ def _activations(cfg: Config, hardware: Hardware) -> dict[str, float | None]:
   stream = tokens * cfg.model.d_model  # numbers of a micro-batch on a device
   itemsize = jnp.dtype(cfg.precision.compute_dtype).itemsize
   tensor, staged = num_shards("ff"), _is_staged()
-  again, feeds_again = (
-    cfg.step.remat in RECOMPUTING_POLICIES,
-    cfg.step.remat in (*RECOMPUTING_POLICIES, "qkv"),
-  )
+  again = cfg.step.remat in RECOMPUTING_POLICIES
   # Of a layer that `remat` recomputes the first sum alone: nothing needs the second. A stage that
   # is recomputed needs both. At the head in float32.
-  if num_shards("residual_seq") > num_shards("seq"):
-    gathers = 6 + again + feeds_again + 2 * staged
-    in_layer = {"all_gather": gathers, "reduce_scatter": 4 + again + 2 * staged}
-    at_head = {"all_gather": itemsize, "reduce_scatter": 4}
-  else:
-    in_layer, at_head = {"all_reduce": 4 + again + 2 * staged}, {"all_reduce": 4}
+  in_layer = hardware.seconds("all_reduce", stream * itemsize, tensor)
+  at_head = hardware.seconds("all_reduce", stream * 4, num_shards("vocab"))
   sums = [
-    _multiply(runs * number, hardware.seconds(kind, stream * itemsize, tensor))
-    for kind, number in in_layer.items()
-  ]
-  sums += [
-    _multiply(micro / stages, hardware.seconds(kind, stream * n, num_shards("vocab")))
-    for kind, n in at_head.items()
+    _multiply(runs * (4 + again + 2 * staged), in_layer),
+    _multiply(micro / stages, at_head),
   ]
   sparse = sum(kind.moe for kind in layer_kinds(cfg))
-  sent = _to_experts(cfg, tokens, hardware) if sparse else 0.0
+  exchanged = _exchanged(cfg, tokens, hardware) if sparse else 0.0
   *inputs, output = [
     hardware.seconds("all_to_all", tokens * width * itemsize, num_shards("seq"))
-    for width in ((0,) if is_ring(cfg) else swapped_widths(cfg))
+    for width in swapped_widths(cfg)
   ]
   # No policy keeps an output that was swapped back.
   passes = 2 + sum(policy != "none" for policy in _policies(cfg))
   taken = 2 + sum(policy not in ("none", *INPUT_KEEPING_POLICIES) for policy in _policies(cfg))
   swaps = [_multiply(runs * passes, output), _multiply(runs * taken, _sum(inputs))]
-  remade = sum(policy == "full" for policy in _policies(cfg))  # others keep what a ring gives
-  between = stream * num_shards("seq") // num_shards("residual_seq")  # of it between layers
   # One device hands an array to the next: half of what both would have after a gather.
-  hand_on = lambda size, ways: hardware.seconds("all_gather", 2 * size, 2 if ways > 1 else 1)
-  handed = hand_on(between * itemsize, stages)
-  widths = ring_widths(cfg, itemsize) if is_ring(cfg) else (0, 0, 0)
-  of_ring = [
-    _multiply(times, hand_on(tokens * width, num_shards("seq")))
-    for times, width in zip((passes, 1 + remade, 1), widths, strict=True)
-  ]
+  handed = hardware.seconds("all_gather", 2 * stream * itemsize, min(2, stages))
   # Each stage gets all micro-batches, and the last one shares its results; and back.
   ends = [
-    hardware.seconds(collective, micro * between * itemsize, stages)
+    hardware.seconds(collective, micro * stream * itemsize, stages)
     for collective in ("all_gather", "reduce_scatter", "all_to_all", "all_to_all")
   ]
   looked_up = hardware.seconds("all_to_all", stream * itemsize, num_shards("embed"))
   return {
     "activations summed": _sum(sums),
     "heads swapped": _sum(swaps),
-    "sent round a ring": _multiply(runs, _sum(of_ring)),
-    "tokens exchanged": _multiply(
-      turns * sparse / stages * (4 + 2 * feeds_again + 2 * staged), sent
-    ),
+    "tokens exchanged": _multiply(turns * sparse / stages, exchanged),
     "handed on": _sum([_multiply(2 * turns * cfg.mesh.stage_rounds, handed), *ends]),
     "rows looked up": _multiply(2 * micro / stages, looked_up),
   }
 
 
-def _to_experts(cfg: Config, tokens: int, hardware: Hardware) -> float | None:
-  """Seconds of one way between the tokens of a device and their experts."""
+def _exchanged(cfg: Config, tokens: int, hardware: Hardware) -> float | None:
+  """Seconds of a layer's exchange of `tokens` tokens of a device with experts, in both passes.
+
+  Rows go there and back, and in the backward pass their gradients. That pass sends rows anew unless
+  all is kept, and results too where they come back by choice, whose weights have gradients.
+  """
   moe, ways, hosts = cfg.moe, num_shards("experts"), num_hosts()
+  if ways == 1:
+    return 0.0
+  again, twice = cfg.step.remat != "none", 2 * _is_staged()
   a_token = cfg.model.d_model * jnp.dtype(cfg.precision.compute_dtype).itemsize
-  if hosts == 1:
-    local = (moe.num_experts + moe.spare_experts) // ways
-    room = tokens * min(moe.top_k, local) * ways  # as `model.moe` reserves
-    return hardware.seconds("all_to_all", room * a_token, ways)
-  # To hosts and their devices in one pass. A gather there, or a sum of blocks on the way back.
-  limits = moe.exchange.factor, moe.num_groups, moe.top_groups
-  sent = hosts * host_capacity(tokens, moe.top_k, hosts, *limits) * a_token
-  between = hardware.seconds("all_to_all", sent, hosts)
-  within = [
-    hardware.seconds(collective, sent * ways // hosts, ways // hosts)
+  in_memory = lambda passes, size: passes * size / hardware.memory_bytes_per_sec
+  if moe.dispatch == "capacity" or moe.exchange.name == "bins":
+    room = moe.capacity_factor if moe.dispatch == "capacity" else moe.exchange.factor
+    size = room * tokens * moe.top_k * a_token
+    one_way = hardware.seconds("all_to_all", round(size), ways)
+    return _sum([_multiply(4 + 2 * again + twice, one_way), in_memory(PLACED_PASSES, size)])
+  of_host, sent, between = tokens, 0.0, 0.0
+  if hosts > 1:  # to hosts and their devices in one pass
+    limits = moe.exchange.factor, moe.num_groups, moe.top_groups
+    of_host = hosts * host_capacity(tokens, moe.top_k, hosts, *limits)
+    sent = of_host * a_token
+    between = hardware.seconds("all_to_all", sent, hosts)
+  size = of_host * ways // hosts * a_token
+  there, back = (
+    hardware.seconds(collective, size, ways // hosts)
     for collective in ("all_gather", "reduce_scatter")
-  ]
-  return _sum([between, _multiply(1 / 2, _sum(within))])
+  )
+  return _sum(
+    [
+      _multiply(4 + again + twice, between),
+      _multiply(2 + again + twice / 2, there),
+      _multiply(2 + twice / 2, back),
+      in_memory(PLACED_PASSES, sent) + in_memory(GATHERED_PASSES, size * (ways > hosts)),
+    ]
+  )
 
 
 def swapped_widths(cfg: Config) -> tuple[int, ...]:
@@ -378,21 +380,6 @@ def swapped_widths(cfg: Config) -> tuple[int, ...]:
   heads, kv_heads = (n // num_shards("heads") for n in (model.num_heads, model.num_kv_heads))
   sent, value = math.lcm(kv_heads, ways), model.v_head_dim or model.head_dim
   return heads * model.head_dim, sent * model.head_dim, sent * value, heads * value
-
-
-def ring_widths(cfg: Config, itemsize: int) -> tuple[int, int, int]:
-  """Bytes of a token that a device sends for a ring (`ops.attention.ring`).
-
-  Returns:
-    Three sizes in bytes: in each pass, queries, keys, values and results to or from the device of
-    their chunk; in the forward pass, keys and values all round; in the backward pass, these again
-    and their gradients in float32 one step further.
-  """
-  model, ways = cfg.model, num_shards("seq")
-  heads, kv_heads = (n // num_shards("heads") for n in (model.num_heads, model.num_kv_heads))
-  both = model.head_dim + (model.v_head_dim or model.head_dim)  # widths of a key and a value
-  round_it = kv_heads * both * (ways - 1) * itemsize
-  return (heads + kv_heads) * both * itemsize, round_it, round_it + kv_heads * both * ways * 4
 
 
 def _axes(param: Param | Frozen, part: StatePart) -> set[str]:
@@ -428,5 +415,5 @@ def render_seconds(seconds: dict[str, Any], tokens: int) -> list[str]:
   lines.append(f"  {'weights hidden':<24}{show(seconds['least']):>16}")
   lines.append(f"  {'nothing hidden':<24}{show(seconds['most']):>16}")
   rate = f"{tokens / seconds['likely']:,.0f} tokens/s on all devices"
-  lines.append(f"  about {rate}, if half of what weights and gradients exchange is hidden")
+  lines.append(f"  about {rate}")
   return lines

@@ -42,19 +42,6 @@ def ensure_sharding(x: jax.Array, *axes: str | None) -> jax.Array:
   return _reshard_if_needed(x, spec(*axes))
 
 
-def seq_axis(width: str | None) -> str:
-  """The logical axis of the positions of an array whose other dimension is `width`.
-
-  The mesh axes that shard a width in a sub-layer may shard the positions of the residual stream
-  (sequence parallelism: Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2). In an array with
-  such a width the positions are "seq", in others "residual_seq".
-
-  Args:
-    width: logical axis of the other dimension.
-  """
-  return "seq" if {*mesh_axes(width)} & _sub_layer_position_axes() else "residual_seq"
-
-
 def row_axis(rows: int) -> str:
   """The logical axis of `rows` rows outside of the layers.
 
@@ -62,42 +49,6 @@ def row_axis(rows: int) -> str:
   """
   shared = num_shards("layers") > 1 and rows % num_shards("rows") == 0
   return "rows" if shared else "batch"
-
-
-def gather_positions(x: jax.Array, *axes: str | None) -> jax.Array:
-  """All-gather the positions of the residual stream for a sub-layer; the result has `axes`.
-
-  The derivative is a reduce-scatter along positions.
-  """
-  return jax.reshard(x, jax.P(*spec(*axes), reduced=_unreduced_axes()))
-
-
-def einsum_reduce_scatter(formula: str, *operands: jax.Array, axes: Axes) -> jax.Array:
-  """`einsum` from a sub-layer to the residual stream, whose partial sums are reduce-scattered.
-
-  Args:
-    formula: as in `jnp.einsum`.
-    operands: as in `jnp.einsum`; positions are sharded as "seq".
-    axes: logical axes of the result, with "residual_seq".
-  """
-  at_seq = spec(*("seq" if axis == "residual_seq" else axis for axis in axes))
-  shares = jax.P(*at_seq, unreduced=_unreduced_axes())
-  return jax.reshard(jnp.einsum(formula, *operands, out_sharding=shares), spec(*axes))
-
-
-def _sub_layer_position_axes() -> frozenset[str]:
-  """Mesh axes that shard positions in the residual stream, and widths in sub-layers."""
-  return frozenset(mesh_axes("residual_seq")) - {*mesh_axes("seq")}
-
-
-def _unreduced_axes() -> frozenset[str]:
-  """Mesh axes that are marked as unreduced in the type of a partial sum.
-
-  Without the mark each product is all-reduced and then sliced. Inside a pipeline no axis is marked:
-  with manual axes in the mesh XLA ends the process.
-  """
-  is_staged = bool(jax.sharding.get_abstract_mesh().manual_axes)
-  return frozenset() if is_staged else _sub_layer_position_axes()
 
 
 def _reshard_if_needed(x: jax.Array, cut: jax.P) -> jax.Array:
@@ -467,19 +418,6 @@ def all_to_all(
   return jax.lax.all_to_all(
     x, mesh_axes(axis), split_axis=split, concat_axis=join, axis_index_groups=groups, tiled=True
   )
-
-
-def permute(x: jax.Array, axis: str, to: Sequence[int]) -> jax.Array:
-  """Inside an island: permute local arrays between the devices along a logical axis.
-
-  Args:
-    x: local array.
-    axis: the logical axis.
-    to: device i sends to device `to[i]`; a permutation.
-  """
-  if list(to) == list(range(len(to))):
-    return x
-  return jax.lax.ppermute(x, mesh_axes(axis), list(enumerate(to)))
 
 
 def all_gather(x: jax.Array, axis: str, dim: int = 0, groups: Groups | None = None) -> jax.Array:

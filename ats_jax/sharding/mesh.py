@@ -60,7 +60,6 @@ def plan_of(
   return use_plan(
     PLAN_OF_ZERO_STAGE[cfg.mesh.zero],
     whole_vocabulary=not divides,
-    cut_residuals=cfg.mesh.shard_residuals,
     whole_matrices=experts % math.prod(sizes[axis] for axis in ZERO_AXES) == 0,
     hosts=expert_hosts(cfg, mesh) if isinstance(cfg.moe.exchange, Hierarchical) else 1,
     copy_engines=cfg.mesh.copy_engines,

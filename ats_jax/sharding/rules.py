@@ -22,8 +22,7 @@ _DEFAULT: ShardingRules = {
   "batch": ("data", "fsdp", "expert"),
   "micro": "stage",  # micro-batches on their way into and out of a pipeline
   "rows": ("stage", "data", "fsdp", "expert"),  # of these micro-batches, before and behind it
-  "seq": "context",  # positions inside a sub-layer
-  "residual_seq": "context",  # positions of the residual stream, between sub-layers
+  "seq": "context",  # positions of a row
   "act_embed": None,
   "heads": "tensor",
   "kv_heads": "tensor",
@@ -80,7 +79,6 @@ class Plan(NamedTuple):
     name: the name of a table in RULES.
     whole_vocabulary: the vocabulary is not sharded, as the mesh does not divide it.
     whole_rows: the positions of a row are not sharded.
-    cut_residuals: positions of the residual stream are sharded over `tensor` too.
     whole_matrices: the axes that shard the matrices of experts distribute whole experts instead.
     hosts: the number of hosts that the mesh axis of experts is spread over, in blocks of neighbours
       of one size. A fact of the mesh, like its sizes.
@@ -94,7 +92,6 @@ class Plan(NamedTuple):
   name: str = "default"
   whole_vocabulary: bool = False
   whole_rows: bool = False
-  cut_residuals: bool = False
   whole_matrices: bool = False
   hosts: int = 1
   copy_engines: bool = False
@@ -158,9 +155,7 @@ def current_rules(part: StatePart = "weights") -> ShardingRules:
 def _rules_of(plan: Plan) -> ShardingRules:
   rules = dict(RULES[plan.name])
   if plan.whole_rows:
-    rules |= {"seq": None, "residual_seq": None, "heads_of_rows": rules["heads"]}
-  elif plan.cut_residuals:
-    rules["residual_seq"] = ("context", "tensor")
+    rules |= {"seq": None, "heads_of_rows": rules["heads"]}
   if plan.whole_vocabulary:
     rules["vocab"] = None
   if plan.whole_matrices and rules["expert_embed"]:

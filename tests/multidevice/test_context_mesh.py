@@ -11,9 +11,9 @@ from collectives import collectives, compiled_step
 from equality import CFG, ROWS, RTOL, mesh_of
 from helpers import pack, tiny_config
 
-from ats_jax.ops.attention.along_row import WHOLE_ROWS
+from ats_jax.ops.attention.along_row import attend_whole_rows
 from ats_jax.ops.attention.causal import attention
-from ats_jax.ops.attention.ulysses import Ulysses
+from ats_jax.ops.attention.ulysses import attend_by_heads
 from ats_jax.sharding.mesh import on_mesh
 
 # Key/value heads divide, the one of a device is sent to two, and to four.
@@ -31,7 +31,7 @@ def of_attention(kv_heads: int, *sizes: tuple[str, int]) -> list[np.ndarray]:
   how = {"max_segments": 3, "window": 7, "soft_cap": 2.0}
 
   def loss(q, k, v, sinks):
-    along_row = Ulysses() if sizes else WHOLE_ROWS
+    along_row = attend_by_heads if sizes else attend_whole_rows
     y = attention(q, k, v, segment_ids_BT=segments, sinks_N=sinks, along_row=along_row, **how)
     return jnp.sum(y * dy), y
 
@@ -56,7 +56,7 @@ def test_too_few_heads_are_refused_by_the_op():
     jax.set_mesh(mesh_of({"context": 3})),
     pytest.raises(ValueError, match=r"over 3 devices, .* divide the 4 heads .* mesh.context"),
   ):
-    attention(q, q, q, segment_ids_BT=ids, max_segments=1, along_row=Ulysses())
+    attention(q, q, q, segment_ids_BT=ids, max_segments=1, along_row=attend_by_heads)
 
 
 SMALL = 256  # bytes: metrics and norms

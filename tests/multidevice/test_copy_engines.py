@@ -13,7 +13,7 @@ from helpers import tiny_config
 
 from ats_jax.model.param import Role, params_of
 from ats_jax.ops.attention.causal import attention
-from ats_jax.ops.attention.ulysses import Ulysses
+from ats_jax.ops.attention.ulysses import attend_by_heads
 from ats_jax.planner.abstract import abstract_state, device_bytes
 from ats_jax.planner.memory import activations
 from ats_jax.sharding.mesh import make_mesh, on_mesh
@@ -45,7 +45,7 @@ def test_what_attention_swaps_goes_as_copies():
   ids = np.ones((2, 16), np.int32)
 
   def loss(q, k, v):
-    y = attention(q, k, v, segment_ids_BT=ids, max_segments=1, along_row=Ulysses())
+    y = attention(q, k, v, segment_ids_BT=ids, max_segments=1, along_row=attend_by_heads)
     return jnp.sum(y**2)
 
   with jax.set_mesh(mesh_of({"context": 2})), use_plan("default", copy_engines=True):

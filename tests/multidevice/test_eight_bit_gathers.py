@@ -15,7 +15,7 @@ from ats_jax.sharding.apply import reshard
 from ats_jax.sharding.mesh import on_mesh
 from ats_jax.sharding.rules import use_plan
 
-STREAM_AXES = ("batch", "residual_seq", "act_embed")
+STREAM_AXES = ("batch", "seq", "act_embed")
 LAYERS = 3
 EIGHT = CFG | {
   "precision.fp8": True,

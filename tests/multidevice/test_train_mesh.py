@@ -18,15 +18,13 @@ from ats_jax.sharding.compressed import Quantised
 TABLE = [
   ("dense", "data fsdp tensor", {}),
   ("latent", "data fsdp context", {"copies": 1, "kept": 1, "8 bits": 1, "unroll": 2}),
-  ("latent", "tensor stage context", {"zero": 2, "ring": 1, "residuals": 1, "stages": "dots"}),
+  ("latent", "tensor stage context", {"zero": 2, "stages": "dots"}),
   ("capacity", "data tensor expert", {"zero": 2, "8 bits": 1, "remat": "none"}),
   ("capacity", "fsdp expert stage", {"zero": 1, "rounds": 2}),
-  ("hybrid", "tensor expert context", {"residuals": 1, "copies": 1, "hosts": 2, "remat": "qkv"}),
+  ("hybrid", "tensor expert context", {"copies": 1, "hosts": 2, "remat": "qkv"}),
   ("hybrid", "data fsdp stage", {"zero": 1, "remat": "full"}),
 ]
 SETTING_OF = {
-  "residuals": "shard_residuals",
-  "ring": "context_ring",
   "copies": "copy_engines",
   "kept": "keep_gathered",
   "zero": "zero",
@@ -46,9 +44,7 @@ ROWS = [
 
 def settings_of(axes, options):
   """As `equality.run` takes them."""
-  words = {"8 bits": "fp8", "hosts": 2} | dict.fromkeys(
-    ("residuals", "ring", "copies", "kept"), True
-  )
+  words = {"8 bits": "fp8", "hosts": 2, "copies": True, "kept": True}
   found = [(axis, 2) for axis in axes.split()]
   found += [("moe.exchange", "hierarchical")] if "hosts" in options else []
   return found + [(SETTING_OF[name], words.get(name, v)) for name, v in options.items()]
@@ -95,8 +91,6 @@ def test_the_table_is_a_pairwise_covering():
     name: {a for _, axes, options in TABLE if name in options for a in axes.split()}
     for name in SETTING_OF
   }
-  assert with_option["ring"] >= {"tensor", "stage"}
-  assert with_option["residuals"] >= {"expert", "stage", "context"}
   assert with_option["copies"] >= {"data", "fsdp", "tensor", "expert", "context"}
   assert with_option["kept"] >= {"data", "fsdp", "context"}
   assert with_option["zero"] == set(AXES)

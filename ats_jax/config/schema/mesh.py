@@ -1,8 +1,7 @@
 """The section `mesh`."""
 
 import dataclasses
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from ats_jax.config.schema import rules
 from ats_jax.config.schema.setting import Condition, of_flags, setting, when
@@ -13,20 +12,6 @@ _SHARDED = Condition(
   lambda *ways: max(ways) > 1,
   beside=("mesh.expert", "mesh.context"),
 )
-
-
-class Cut(NamedTuple):
-  """A way in which the positions of a row are cut.
-
-  Attributes:
-    ways: parts of a row.
-    words: the settings that ask for it, for messages.
-    instead: what to set to do without it.
-  """
-
-  ways: int
-  words: str
-  instead: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,24 +38,12 @@ class MeshConfig:
   )
   context: int = setting(
     1,
-    "ways the positions of a row are cut; context x tensor divides num_heads, but for context_ring",
+    "ways the positions of a row are cut; context x tensor divides num_heads",
     low=1,
     resume="free",
   )
-  context_ring: bool = setting(
-    False,
-    "along `context`, hand keys and values round a ring, not swap heads: no limit by heads",
-    resume="free",
-    needs=when("mesh.context", above=1),
-  )
   tensor: int = setting(
     1, "ways heads, hidden width and vocabulary are sharded", low=1, resume="free"
-  )
-  shard_residuals: bool = setting(
-    False,
-    "cut positions between sub-layers over `tensor`: less memory, a little slower",
-    resume="free",
-    needs=when("mesh.tensor", above=1),
   )
   zero: int = setting(
     3,
@@ -102,18 +75,6 @@ class MeshConfig:
     needs=when("mesh.data", no=1),
   )
 
-  def cuts(self) -> Iterator[Cut]:
-    """The ways in which the positions of a row are cut."""
-    ways, tensor = self.context, self.tensor
-    if self.shard_residuals:
-      words = f"mesh.shard_residuals with mesh.context={ways} x mesh.tensor={tensor}"
-      yield Cut(ways * tensor, f"{words} = {ways * tensor}", "mesh.shard_residuals=false")
-    if ways > 1:
-      yield Cut(ways, f"mesh.context={ways}", "another mesh.context")
-    if self.context_ring:
-      words = f"mesh.context_ring with 2 x mesh.context={ways} = {2 * ways} chunks a row"
-      yield Cut(2 * ways, words, "mesh.context_ring=false")
-
   def check(self, cfg: Any) -> None:
     """Refuse axes that do not divide what they cut, and ways to send weights that there are not."""
     for name in ("model.num_heads", "model.num_kv_heads"):
@@ -131,19 +92,18 @@ class MeshConfig:
 
   def _check_rows(self, cfg: Any) -> None:
     ways, tensor, heads = self.context, self.tensor, cfg.model.num_heads
-    for cut in self.cuts():
-      if cfg.data.seq_len % cut.ways:
-        raise ValueError(
-          f"{cut.words} does not divide data.seq_len={cfg.data.seq_len}: the devices along a row "
-          f"have equal parts of it. Use a multiple of {cut.ways}, or {cut.instead}."
-        )
     if ways == 1:
       return
-    if not self.context_ring and heads % (ways * tensor):
+    if cfg.data.seq_len % ways:
+      raise ValueError(
+        f"mesh.context={ways} does not divide data.seq_len={cfg.data.seq_len}: the devices along a "
+        f"row have equal parts of it. Use a multiple of {ways}, or another mesh.context."
+      )
+    if heads % (ways * tensor):
       raise ValueError(
         f"mesh.context={ways} x mesh.tensor={tensor} does not divide model.num_heads={heads}: in "
-        "attention each device has whole rows of some heads. Use a divisor, or "
-        "mesh.context_ring=true; mesh.fsdp and mesh.data take devices too."
+        "attention each device has whole rows of some heads. Use a divisor; mesh.fsdp and "
+        "mesh.data take devices too."
       )
     if cfg.moe.num_experts and cfg.moe.dispatch == "capacity":
       raise ValueError(

@@ -83,13 +83,12 @@ class OrchestratorConfig:
       )
     if self.mode == "off" or cfg.data.seq_len <= PROBE_POSITIONS:
       return
-    for cut in cfg.mesh.cuts():
-      if PROBE_POSITIONS % cut.ways:
-        raise ValueError(
-          f"{cut.words} with orchestrator.mode={self.mode}: its probe has rows of "
-          f"{PROBE_POSITIONS} positions, which it does not divide. Use a power of two, or "
-          "orchestrator.mode=off."
-        )
+    if PROBE_POSITIONS % (ways := cfg.mesh.context):
+      raise ValueError(
+        f"mesh.context={ways} with orchestrator.mode={self.mode}: its probe has rows of "
+        f"{PROBE_POSITIONS} positions, which it does not divide. Use a power of two, or "
+        "orchestrator.mode=off."
+      )
 
   def check_length(self, cfg: Any) -> None:
     """Refuse a run that ends before the first look, or has nothing to roll back to."""

@@ -198,7 +198,6 @@ class PrecisionConfig:
         f"precision.fp8_keep_first={self.fp8_keep_first} and fp8_keep_last={self.fp8_keep_last} "
         f"leave none of {m.num_layers} layers for 8 bits. Lower them, or set precision.fp8=false."
       )
-    ways = cfg.mesh.context * (tensor if cfg.mesh.shard_residuals else 1)
     widths = {
       "model.d_model": m.d_model,
       "model.num_heads x head_dim": m.num_heads * m.head_width // tensor,
@@ -209,7 +208,7 @@ class PrecisionConfig:
       "model.num_heads x v_head_dim": m.num_heads * m.v_head_dim // tensor,
       "model.num_heads x latent_rope_dim": m.num_heads * m.latent_rope_dim // tensor,
       "model.d_ff": m.d_ff // tensor,
-      "data.seq_len": cfg.data.seq_len // ways,
+      "data.seq_len": cfg.data.seq_len // cfg.mesh.context,
     }
     for name, width in widths.items():
       if width % EIGHT_BIT_MULTIPLE:

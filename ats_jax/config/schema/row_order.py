@@ -63,12 +63,11 @@ class RowOrderConfig:
         f"{what} with moe.dispatch=capacity: experts have places by row, of which a short one has "
         "few. Set moe.dispatch=dropless, or data.order=shuffled."
       )
-    for cut in cfg.mesh.cuts():
-      if LEAST_LENGTH % cut.ways:
-        raise ValueError(
-          f"{what} with {cut.words}: shorter rows are multiples of {LEAST_LENGTH}, which it does "
-          f"not divide. Use data.order=shuffled, or a divisor of {LEAST_LENGTH}."
-        )
+    if LEAST_LENGTH % (ways := cfg.mesh.context):
+      raise ValueError(
+        f"{what} with mesh.context={ways}: shorter rows are multiples of {LEAST_LENGTH}, which it "
+        f"does not divide. Use data.order=shuffled, or a divisor of {LEAST_LENGTH}."
+      )
 
 
 @ROW_ORDERS.of_part("ats_jax.data.rows:Shuffled")

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from ats_jax.ops import registry
-from ats_jax.ops.attention.along_row import WHOLE_ROWS, AttentionOptions, ContextParallel
+from ats_jax.ops.attention.along_row import AlongRow, attend_whole_rows
 from ats_jax.ops.registry import XLA, Kernels
 from ats_jax.ops.remat import ATTENTION_RESULTS
 from ats_jax.sharding.apply import island
@@ -27,7 +27,7 @@ def attention(
   segment_ids_BT: jax.Array,
   max_segments: int,
   kernels: Kernels = XLA,
-  along_row: ContextParallel = WHOLE_ROWS,
+  along_row: AlongRow = attend_whole_rows,
   window: int | None = None,
   soft_cap: float | None = None,
   sinks_N: jax.Array | None = None,
@@ -69,10 +69,9 @@ def attention(
     return _dense(q, k, v, same_B1TT, window, soft_cap, sinks)
 
   def local(q, k, v, segments, sinks=None):
-    options = AttentionOptions(max_segments, window, soft_cap, kernels)
-    return along_row.attend(attend_rows, q, k, v, segments, sinks, options)
+    return along_row(attend_rows, q, k, v, segments, sinks)
 
-  sinks, sinks_axes = ((), ()) if sinks_N is None else ((sinks_N,), ((along_row.sinks_axis,),))
+  sinks, sinks_axes = ((), ()) if sinks_N is None else ((sinks_N,), (("heads_of_rows",),))
   return island(
     local,
     in_axes=(Q_AXES, KV_AXES, KV_AXES, ROW_AXES, *sinks_axes),

@@ -9,8 +9,6 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from ats_jax.config.schema import Config
-from ats_jax.ops.attention import block
-from ats_jax.ops.attention.block import MaskRules, TokenPositions
 from ats_jax.ops.remat import ATTENTION_RESULTS
 
 CHUNK = 512  # queries
@@ -41,10 +39,14 @@ def chunked_attention(
   """
   batch, seq = segment_ids_BT.shape
   at_BT = jnp.broadcast_to(jnp.arange(seq, dtype=jnp.int32), (batch, seq))
-  rules = MaskRules(is_diagonal=False, max_segments=max_segments, window=window, soft_cap=soft_cap)
 
   def attend(q_BCNH, k_BSKH, v_BSKV, queries, keys, sinks_N):
-    y_BCNV, lse_BCN = block.forward(q_BCNH, k_BSKH, v_BSKV, queries, keys, rules)
+    (q_ids_BC, q_at_BC), (k_ids_BS, k_at_BS) = queries, keys
+    distance_BCS = q_at_BC[:, :, None] - k_at_BS[:, None, :]
+    seen_BCS = (q_ids_BC[:, :, None] == k_ids_BS[:, None, :]) & (distance_BCS >= 0)
+    if window is not None:
+      seen_BCS &= distance_BCS < window
+    y_BCNV, lse_BCN = _attend_to_seen(q_BCNH, k_BSKH, v_BSKV, seen_BCS, soft_cap)
     if sinks_N is not None:  # they only enlarge the softmax's denominators
       y_BCNV *= jnp.exp(lse_BCN - jnp.logaddexp(lse_BCN, sinks_N))[..., None]
     return y_BCNV.astype(q_BCNH.dtype)
@@ -54,10 +56,29 @@ def chunked_attention(
     end = min(begin + CHUNK, seq)
     first = 0 if window is None else max(0, begin - window + 1)
     of = lambda a, first, end: jax.lax.slice_in_dim(a, first, end, axis=1)
-    queries = TokenPositions(of(segment_ids_BT, begin, end), of(at_BT, begin, end))
-    keys = TokenPositions(of(segment_ids_BT, first, end), of(at_BT, first, end))
+    queries = of(segment_ids_BT, begin, end), of(at_BT, begin, end)
+    keys = of(segment_ids_BT, first, end), of(at_BT, first, end)
     qkv = of(q_BTNH, begin, end), of(k_BTKH, first, end), of(v_BTKV, first, end)
     if parts:  # one chunk after the other, backward too: else the scores of several may be there
       parts[-1], qkv = jax.lax.optimization_barrier((parts[-1], qkv))
     parts.append(jax.checkpoint(attend)(*qkv, queries, keys, sinks_N))
   return checkpoint_name(jnp.concatenate(parts, axis=1), ATTENTION_RESULTS[0])
+
+
+def _attend_to_seen(q_BCNH, k_BSKH, v_BSKV, seen_BCS, soft_cap):
+  """Attention to the keys that each query sees, one at least, and the logarithms of the softmax's
+  denominators [batch, queries, heads]; both float32 or wider.
+  """
+  wide = jnp.promote_types(q_BCNH.dtype, jnp.float32)
+  batch, queries, heads, width = q_BCNH.shape
+  q_BCKGH = q_BCNH.reshape(batch, queries, k_BSKH.shape[2], -1, width)
+  scores = jnp.einsum("BCKGH,BSKH->BKGCS", q_BCKGH, k_BSKH, preferred_element_type=wide)
+  scores *= width**-0.5
+  if soft_cap is not None:
+    scores = soft_cap * jnp.tanh(scores / soft_cap)
+  scores_BKGCS = jnp.where(seen_BCS[:, None, None], scores, -jnp.inf)
+  lse_BKGC = jax.nn.logsumexp(scores_BKGCS, axis=-1)
+  weights_BKGCS = jnp.exp(scores_BKGCS - lse_BKGC[..., None]).astype(q_BCNH.dtype)
+  y_BCKGV = jnp.einsum("BKGCS,BSKV->BCKGV", weights_BKGCS, v_BSKV, preferred_element_type=wide)
+  by_head = batch, queries, heads
+  return y_BCKGV.reshape(*by_head, -1), jnp.moveaxis(lse_BKGC, 3, 1).reshape(by_head)

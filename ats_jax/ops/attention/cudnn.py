@@ -4,14 +4,12 @@ Letters: B batch, T queries, S keys, N query heads, K key/value heads, H head_di
 """
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from ats_jax.ops import _compat
-from ats_jax.ops.attention.block import MaskRules, TokenPositions
 from ats_jax.ops.remat import ATTENTION_RESULTS
 
 
@@ -80,130 +78,9 @@ def _flash_backward(scale, window, is_one, saved, dy_BTNH):
 _flash.defvjp(_flash_forward, _flash_backward)
 
 
-class SegmentBounds(NamedTuple):
-  """The segments of queries and keys, as arguments of `_compat.cudnn_attention_forward`.
-
-  Attributes:
-    queries: starts [batch, M + 1] and lengths [batch, M] among the queries.
-    keys: starts and lengths among the keys; None = those of the queries.
-  """
-
-  queries: tuple[jax.Array, jax.Array]
-  keys: tuple[jax.Array, jax.Array] | None
-
-
-def block_forward(
-  q_BTNH: jax.Array,
-  k_BSKH: jax.Array,
-  v_BSKV: jax.Array,
-  queries: TokenPositions,
-  keys: TokenPositions,
-  rules: MaskRules,
-) -> tuple[jax.Array, jax.Array]:
-  """`ops.attention.block.forward` in bfloat16; no window, and values no wider than keys."""
-  bounds, width = _bounds(queries, keys, rules), q_BTNH.shape[-1]
-  y_BTNH, lse_RNT = _compat.cudnn_attention_forward(
-    q_BTNH, k_BSKH, _pad_width(v_BSKV, width), *bounds.queries, width**-0.5, key_bounds=bounds.keys
-  )
-  lse_BTN = by_token(lse_RNT, bounds.queries[0])
-  if bounds.keys is not None:  # what has no segment was not written
-    seen_BT1 = _in_first_segment(bounds.queries, q_BTNH.shape[1])[..., None]
-    y_BTNH = jnp.where(seen_BT1[..., None], y_BTNH, 0)
-    lse_BTN = jnp.where(seen_BT1, lse_BTN, -jnp.inf)
-  return y_BTNH[..., : v_BSKV.shape[-1]], lse_BTN
-
-
-def block_backward(
-  q_BTNH: jax.Array,
-  k_BSKH: jax.Array,
-  v_BSKV: jax.Array,
-  queries: TokenPositions,
-  keys: TokenPositions,
-  y_BTNV: jax.Array,
-  lse_BTN: jax.Array,
-  dy_BTNV: jax.Array,
-  rules: MaskRules,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """`ops.attention.block.backward` in bfloat16, with the limits of `block_forward`."""
-  bounds, width = _bounds(queries, keys, rules), q_BTNH.shape[-1]
-  v_BSKH, y_BTNH, dy_BTNH = (_pad_width(a, width) for a in (v_BSKV, y_BTNV, dy_BTNV))
-  lse_RNT = by_segment(lse_BTN, bounds.queries[0])
-  dq_BTNH, dk_BSKH, dv_BSKH = _compat.cudnn_attention_backward(
-    q_BTNH, k_BSKH, v_BSKH, *bounds.queries, y_BTNH, lse_RNT, dy_BTNH, width**-0.5,
-    key_bounds=bounds.keys,
-  )  # fmt: skip
-  if bounds.keys is not None:
-    of_queries = _in_first_segment(bounds.queries, q_BTNH.shape[1])[..., None, None]
-    of_keys = _in_first_segment(bounds.keys, k_BSKH.shape[1])[..., None, None]
-    dq_BTNH = jnp.where(of_queries, dq_BTNH, 0)
-    dk_BSKH, dv_BSKH = (jnp.where(of_keys, a, 0) for a in (dk_BSKH, dv_BSKH))
-  return dq_BTNH, dk_BSKH, dv_BSKH[..., : v_BSKV.shape[-1]]
-
-
-def _bounds(queries: TokenPositions, keys: TokenPositions, rules: MaskRules) -> SegmentBounds:
-  if rules.is_diagonal:
-    return SegmentBounds(segment_bounds(queries.ids_BT, rules.max_segments), None)
-  return shared_bounds(queries.ids_BT, keys.ids_BT)
-
-
 def _pad_width(x_BTNV: jax.Array, width: int) -> jax.Array:
   narrower = width - x_BTNV.shape[-1]
   return jnp.pad(x_BTNV, ((0, 0), (0, 0), (0, 0), (0, narrower))) if narrower else x_BTNV
-
-
-def shared_bounds(q_ids_BT: jax.Array, k_ids_BS: jax.Array) -> SegmentBounds:
-  """Find the segment that queries share with the keys before them; there is at most one.
-
-  A segment is one run of its row. So it ends the keys and begins the queries.
-
-  Args:
-    q_ids_BT: int32 segment ids of consecutive tokens of a row.
-    k_ids_BS: int32 segment ids of consecutive tokens somewhere before them.
-
-  Returns:
-    Bounds of M = 2 segments, of which the second is none. With M = 1 cuDNN would take the layout of
-    rows that are not packed.
-  """
-  lengths = (
-    jnp.sum(q_ids_BT == k_ids_BS[:, -1:], axis=1, dtype=jnp.int32),
-    jnp.sum(k_ids_BS == q_ids_BT[:, :1], axis=1, dtype=jnp.int32),
-  )
-
-  def bounds(start_B, length_B):
-    start_B, length_B = (jnp.where(length_B > 0, a, -1) for a in (start_B, length_B))
-    none_B = jnp.full_like(length_B, -1)
-    return jnp.stack([start_B, none_B, none_B], axis=1), jnp.stack([length_B, none_B], axis=1)
-
-  return SegmentBounds(
-    bounds(jnp.zeros_like(lengths[0]), lengths[0]),
-    bounds(k_ids_BS.shape[1] - lengths[1], lengths[1]),
-  )
-
-
-def _in_first_segment(bounds: tuple[jax.Array, jax.Array], length: int) -> jax.Array:
-  """Mark the tokens of the first segment, bool [batch, length]."""
-  start_B1, length_B1 = (a[:, :1] for a in bounds)
-  distance_BT = jnp.arange(length) - start_B1
-  return (distance_BT >= 0) & (distance_BT < length_B1)
-
-
-def by_segment(values_BTN: jax.Array, starts_BM: jax.Array) -> jax.Array:
-  """Reorder statistics from tokens to segments, as kernels take them; undoes `by_token`.
-
-  Args:
-    values_BTN: [batch, seq, heads].
-    starts_BM: as `segment_bounds` returns them, with M + 1 columns.
-
-  Returns:
-    [batch * M, heads, seq]: of the batch's first segment, then of the second... A segment's tokens
-    come first in a row, and behind them anything.
-  """
-  seq, (batch, columns) = values_BTN.shape[1], starts_BM.shape
-  start_R = starts_BM[:, :-1].reshape(-1)
-  order_R = jnp.argsort(start_R < 0, stable=True)  # those that are segments come first
-  token_RT = jnp.clip(start_R[order_R, None] + jnp.arange(seq), 0, seq - 1)
-  row_R1 = jnp.repeat(jnp.arange(batch), columns - 1)[order_R, None]
-  return jnp.swapaxes(values_BTN[row_R1, token_RT], 1, 2)
 
 
 def by_token(values_RNT: jax.Array, starts_BM: jax.Array) -> jax.Array:

@@ -4,54 +4,32 @@ Before attention the devices along a row swap positions for heads, and after it 
 two each of them has whole rows of some of the heads, so that any kernel runs unchanged.
 
 For local arrays: call these inside an island. Letters: B batch, T positions of a row, t those on a
-device, N query heads, n those of them with whole rows, K key/value heads, H head_dim.
+device, N query heads, n those of them with whole rows, K key/value heads, H head_dim, V
+width of a value.
 """
 
-import dataclasses
 import math
-from typing import override
 
 import jax
 import jax.numpy as jnp
 
-from ats_jax.ops.attention.along_row import (
-  AttentionOptions,
-  ContextParallel,
-  WholeRowAttention,
-  checkpoint_inputs,
-)
+from ats_jax.ops.attention.along_row import WholeRowAttention, checkpoint_inputs
 from ats_jax.sharding.apply import num_shards
 from ats_jax.sharding.shards import swap_shards
 
 
-@dataclasses.dataclass(frozen=True)
-class Ulysses(ContextParallel):
-  """Swaps positions for heads: each device attends with whole rows of some heads."""
-
-  @property
-  @override
-  def sinks_axis(self) -> str:
-    return "heads_of_rows"
-
-  @override
-  def row_multiple(self) -> int:
-    return 1
-
-  @override
-  def attend(
-    self,
-    attend_rows: WholeRowAttention,
-    q_BTNH: jax.Array,
-    k_BTKH: jax.Array,
-    v_BTKV: jax.Array,
-    segment_ids_BR: jax.Array,
-    sinks_N: jax.Array | None,
-    options: AttentionOptions,
-  ) -> jax.Array:
-    del options
-    # The arrays of whole rows have the names, so that what a policy keeps is not swapped again.
-    whole = checkpoint_inputs(*to_whole_rows(q_BTNH, k_BTKH, v_BTKV))
-    return to_sharded_rows(attend_rows(*whole, segment_ids_BR, sinks_N))
+def attend_by_heads(
+  attend_rows: WholeRowAttention,
+  q_BtNH: jax.Array,
+  k_BtKH: jax.Array,
+  v_BtKV: jax.Array,
+  segment_ids_BT: jax.Array,
+  sinks_n: jax.Array | None,
+) -> jax.Array:
+  """Attention where each device attends with whole rows of some heads; y_BtNV."""
+  # The arrays of whole rows have the names, so that what a policy keeps is not swapped again.
+  whole = checkpoint_inputs(*to_whole_rows(q_BtNH, k_BtKH, v_BtKV))
+  return to_sharded_rows(attend_rows(*whole, segment_ids_BT, sinks_n))
 
 
 def to_whole_rows(

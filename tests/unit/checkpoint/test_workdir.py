@@ -54,6 +54,24 @@ def test_a_config_of_an_earlier_format_is_refused_in_one_line(tmp_path):
     assert "\n" not in str(error.value) and "another --workdir" in str(error.value)
 
 
+def test_a_setting_that_was_removed_does_no_harm_where_it_was_not_used(run):
+  values = json.loads((run / "config.json").read_text())
+  for section, removed in workdir.REMOVED.items():
+    values[section] |= removed
+  workdir.write_json(run / "config.json", values)
+  assert workdir.load_config(run) == config()
+  assert "mesh.context_ring" not in workdir.stored_settings(run)
+  claim(run, config())
+  assert "context_ring" not in (run / "config.json").read_text()
+  values["mesh"]["context_ring"] = True
+  workdir.write_json(run / "config.json", values)
+  for use in (workdir.load_config, workdir.stored_settings, lambda folder: claim(folder, config())):
+    said = r"config.json has mesh.context_ring=true, a setting that was removed.* write false there"
+    with pytest.raises(ValueError, match=said) as error:
+      use(run)
+    assert "\n" not in str(error.value)
+
+
 def test_free_settings_may_change_and_are_logged(run, caplog):
   cfg = config(num_steps=800, log__every_steps=3)
   with caplog.at_level(logging.INFO, logger="absl"):

@@ -88,7 +88,7 @@ def test_every_setting_is_explained():
 
 
 def test_a_section_is_explained_and_a_typo_has_a_suggestion():
-  assert explain("mesh").count("\n") == 25
+  assert explain("mesh").count("\n") == 21
   cases = [
     ("model.num_layer", "no setting 'model.num_layer'. Did you mean model.num_layers"),
     ("qqqqqqqq", r"no setting 'qqqqqqqq'\. The sections are checkpoint, data, "),

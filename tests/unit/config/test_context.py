@@ -1,4 +1,4 @@
-"""What `mesh.context`, its ring and `mesh.shard_residuals` are refused with, and how."""
+"""What `mesh.context` and other settings of the mesh are refused with, and how."""
 
 import pytest
 from helpers import tiny_config
@@ -9,7 +9,6 @@ from ats_jax.planner.describe import describe
 WIDE = {"model.num_heads": 6, "model.num_kv_heads": 3, "model.d_model": 48}
 STAGED = {"mesh.stage": 2, "model.num_layers": 4, "step.accum_steps": 2}
 BUCKETS = {"data.seq_len": 96, "data.order": "buckets"}
-RING = {"mesh.context_ring": True}
 
 
 def test_what_does_not_go_together_is_refused_with_advice():
@@ -37,14 +36,6 @@ def test_what_does_not_go_together_is_refused_with_advice():
       {"mesh.context": 2, "precision.fp8": True, "model.num_layers": 4},
       r"data.seq_len is 8 on a device",
     ),
-    (RING, "context_ring=True does nothing with mesh.context=1: it needs mesh.context above 1"),
-    (
-      RING | {"mesh.context": 2, "data.seq_len": 18},
-      r"2 x mesh.context=2 = 4 chunks a row does not divide data.seq_len=18.* multiple of 4, or "
-      "mesh.context_ring=false",
-    ),
-    (RING | BUCKETS | {"mesh.context": 16}, "= 32 chunks a row: shorter rows are multiples of 16"),
-    (RING | {"mesh.context": 2, "mesh.tensor": 3}, "mesh.tensor=3 does not"),
     ({"mesh.keep_gathered": True}, "mesh.fsdp=1: .* Set mesh.keep_gathered=false"),
     ({"mesh.copy_engines": True}, "mesh.copy_engines=true .* Set mesh.copy_engines=false"),
     ({"mesh.keep_gathered": True, "mesh.fsdp": 2, "mesh.zero": 2}, "nothing with mesh.zero=2"),
@@ -57,26 +48,12 @@ def test_what_does_not_go_together_is_refused_with_advice():
       STAGED | {"mesh.compress_gradients": "fp8"},
       r"fp8 with mesh.stage=2.* Set mesh.compress_gradients=none, or mesh.stage=1",
     ),
-    (
-      {"mesh.shard_residuals": True},
-      r"does nothing with mesh.tensor=1: it needs mesh.tensor above 1",
-    ),
-    (
-      {"mesh.shard_residuals": True, "mesh.tensor": 2, "mesh.context": 2, "data.seq_len": 18},
-      r"context=2 x mesh.tensor=2 = 4 does not divide data.seq_len=18.* multiple of 4, or "
-      "mesh.shard_residuals=false",
-    ),
-    (
-      WIDE | BUCKETS | {"mesh.shard_residuals": True, "mesh.tensor": 3},
-      "with mesh.shard_residuals with .*= 3: shorter rows are multiples of 16",
-    ),
   ]
   assert not wrongly_refused(tiny_config, cases)
 
 
 def test_heads_that_need_not_divide():
   assert tiny_config({"mesh.context": 4}).model.num_kv_heads == 2
-  assert tiny_config(RING | {"mesh.context": 8, "mesh.tensor": 2}).model.num_heads == 4
 
 
 def test_devices_and_batch_are_checked_as_for_other_axes():

@@ -139,25 +139,6 @@ def test_flash_attention_keeps_nothing_of_seq_by_seq():
   assert scores <= whole - flash <= 4 * scores
 
 
-def test_a_ring_keeps_nothing_of_seq_by_seq():
-  """Whatever computes it; XLA has its scores at a time."""
-  ring = {"step__remat": "none", "mesh__context": 2, "mesh__context_ring": True}
-  assert kept(**ring) == kept(ops__kernels=Table(attention_block="xla"), **ring)
-
-
-def test_scores_of_a_ring_count_where_xla_computes_them():
-  def largest(**kernels):
-    ring = {"mesh.context": 2, "mesh.context_ring": True, "ops.kernels": kernels}
-    cfg = tiny_config(ring)
-    state, context = planned(cfg)
-    with context:
-      return sum(peak(cfg, state).parts.values()), cfg
-
-  (kernel, cfg), (xla, _) = largest(), largest(attention_block="xla")
-  positions = cfg.data.seq_len // 2
-  assert xla - kernel == 2 * cfg.data.batch_size * cfg.model.num_heads * positions**2 * 4
-
-
 def test_activations_are_cut_along_the_row():
   one, two = kept(step__remat="full"), kept(step__remat="full", mesh__context=2)
   ids = 8 * 16 * 4  # of the segments of whole rows
@@ -167,14 +148,6 @@ def test_activations_are_cut_along_the_row():
   found = describe(cfg)
   assert "at a time on each: 4 x 8 tokens" in render_plan(found)
   assert found["device_bytes_estimated"]["logits chunk"] == 4 * 8 * 384 * (4 + 4)
-
-
-def test_activations_are_cut_between_sub_layers():
-  sizes = {"step__remat": "full", "mesh__tensor": 2}
-  whole, cut = kept(**sizes), kept(**sizes, mesh__shard_residuals=True)
-  stream = 8 * 16 * 32 * 4
-  # Inputs of two layers and of the last norm, and the gradient of its output.
-  assert whole - cut == 4 * stream // 2
 
 
 def test_activations_are_cut_along_the_batch():

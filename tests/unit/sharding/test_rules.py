@@ -96,21 +96,6 @@ def test_a_plan_may_leave_rows_whole(plan):
     assert spec("seq", "heads") == jax.P("context", "tensor")
 
 
-def test_a_plan_may_cut_the_stream_by_the_axes_of_a_width():
-  assert spec("residual_seq") == spec("seq") == jax.P("context")
-  assert apply.seq_axis("ff") == apply.seq_axis("act_embed") == "residual_seq"
-  with use_plan("default", cut_residuals=True):
-    assert spec("seq", "ff") == jax.P("context", "tensor")
-    assert spec("residual_seq", "act_embed") == jax.P(("context", "tensor"), None)
-    assert {apply.seq_axis(width) for width in ("heads", "kv_heads", "ff", "vocab")} == {"seq"}
-    assert {apply.seq_axis(width) for width in ("act_embed", "latent")} == {"residual_seq"}
-    with whole_rows():
-      assert spec("residual_seq") == spec("seq") == jax.P(None)
-  with use_plan("default", whole_vocabulary=True, cut_residuals=True):
-    # A device scores tokens of its own.
-    assert apply.seq_axis("vocab") == "residual_seq"
-
-
 def test_num_shards_multiplies_the_mesh_axes():
   with jax.set_mesh(make_test_mesh(2, 2, 2)):
     found = {a: apply.num_shards(a) for a in ("batch", "vocab", "embed", "seq")}

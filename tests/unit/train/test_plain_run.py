@@ -40,7 +40,7 @@ OPTIONAL = {
   "data": ("chat", "filters", "look", "rows.buckets", "rows.mixture", "rows.stream"),
   "model": ("adapters", "latent_attention", "mod", "moe", "pipelined", "router"),
   "ops": ("expert_exchange", "fp8_matmul", "grouped_matmul", "quantise", "routing"),
-  "ops.attention": ("latent", "ring", "ulysses"),
+  "ops.attention": ("latent", "ulysses"),
   "orchestrator": ("actions", "policy", "record", "signals", "supervisor", "trials"),
   "sharding": ("pipeline",),
   "train": ("initial_weights", "probe_rows", "supervise"),
