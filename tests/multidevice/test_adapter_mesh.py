@@ -11,7 +11,7 @@ WIDE = [("model.d_ff", 128)]  # a device has whole groups of codes
 ROWS = [
   ("dense", [("fsdp", 2), ("tensor", 2)], DORA),
   ("capacity", [("tensor", 2), ("expert", 2), ("fsdp", 2)], LORA),
-  ("hybrid", [("expert", 2), ("context", 2)], LORA),
+  ("hybrid", [("data", 2), ("expert", 2)], LORA),
   ("latent", [("fsdp", 2), ("context", 2), ("copy_engines", True), ("step.scan_unroll", 2)], DORA),
   ("dense", [("data", 2), ("fsdp", 2), ("zero", 2), ("step.scan_unroll", 2)], LORA),
   ("dense", [("fsdp", 2), ("tensor", 2)], [("finetune.layers", "1")]),

@@ -227,6 +227,21 @@ def test_plans_are_near_what_was_measured():
   assert not {f"{s.devices} {s.gpu}: {s.name}": gap for s, gap in gaps.items() if abs(gap) > 0.12}
 
 
+def test_plans_prefer_what_was_faster():
+  """Copies, rounds of stages where layers are unrolled, and what a stage need not compute again."""
+  lab = planned_times
+  of = {(s.gpu, s.settings.rpartition(" ")[0]): s for s in lab.STEPS if s.devices == 2}
+  for gpu, model, *in_order in (
+    ("H100", lab.TWENTY, lab.COPIED, lab.KEPT),
+    ("H100", lab.SIXTEEN, lab.COPIED, lab.KEPT, lab.FSDP),
+    ("H200", lab.SHORT, f"{lab.ROUNDS} {lab.NAMES}", lab.ROUNDS, lab.STAGE),
+    ("H100", lab.SHORT, *(f"{mesh} {lab.LOOP}" for mesh in (lab.STAGE, lab.ROUNDS))),
+  ):
+    steps = [of[gpu, f"{model} {mesh}"] for mesh in in_order]
+    assert sorted(steps, key=lambda step: step.ms) == steps
+    assert sorted(steps, key=lab.planned) == steps
+
+
 def test_what_was_not_measured_is_said():
   alone = dataclasses.replace(RATES, devices=1, collectives={})
   text = "\n".join(render_seconds(seconds(alone, fsdp=4), 1))
