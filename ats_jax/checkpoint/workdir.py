@@ -25,6 +25,7 @@ from ats_jax.store.secrets import masked_values
 CONFIG = "config.json"
 RUN_ID = "run_id"
 METADATA = "metadata.json"  # versions, machine and facts about the run
+DATA = "data.json"  # what the run reads, as it was at its start
 TOKENIZER = "tokenizer.json"
 CHECKPOINTS = "checkpoints"
 LAYERS = "layers.jsonl"  # arrays of sparse layers

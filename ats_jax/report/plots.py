@@ -9,7 +9,7 @@ from ats_jax.metrics.progress import PHASES
 from ats_jax.report.events import Event
 from ats_jax.report.figures import Figure, Lines, Table, is_wide, number, series
 from ats_jax.report.maps import heat_maps
-from ats_jax.report.read import RunRecord
+from ats_jax.report.read import Column, RunRecord
 
 BUCKETS = 400  # parts of a series, each with its least and its greatest value; shared by the runs
 LEAST_BUCKETS = 30
@@ -24,6 +24,7 @@ class Plot(NamedTuple):
     about: what it shows and what to look for.
     unit: of the values.
     names: name of a metric -> name of its line.
+    levels: the same of metrics that a run has one value of: lines across the whole plot.
     marks: whether decisions and resumed starts are marked.
     shades: whether phases of the learning rate are shaded.
     log: whether the axis may be logarithmic.
@@ -33,6 +34,7 @@ class Plot(NamedTuple):
   about: str
   unit: str
   names: Mapping[str, str]
+  levels: Mapping[str, str] = {}
   marks: bool = False
   shades: bool = False
   log: bool = False
@@ -42,10 +44,12 @@ NATS = "nats a token"
 PLOTS = (
   Plot(
     "Loss",
-    "Cross-entropy. Shaded are phases of the learning rate; vertical lines are decisions of the "
+    "Cross-entropy; level lines are that of simple models of the same text, on the validation "
+    "split. Shaded are phases of the learning rate; vertical lines are decisions of the "
     "orchestrator and resumed starts.",
     NATS,
     {"train/loss": "training", "eval/loss": "validation"},
+    levels={"eval/bigram_loss": "bigram model", "eval/unigram_loss": "unigram model"},
     marks=True,
     shades=True,
     log=True,
@@ -135,6 +139,15 @@ def _lines(run: RunRecord, plot: Plot, marks: tuple[int, ...], buckets: int) -> 
   )
   if not found:
     return None
+  places = [x for one in found for x in (one.x[0], one.x[-1])]
+  ends = sorted({min(places), max(places)})
+  found += tuple(
+    series(words, Column.of(ends, column.values[-1:].repeat(len(ends))), buckets)._replace(
+      level=True
+    )
+    for name, words in plot.levels.items()
+    if len((column := run.column(name)).values)
+  )
   return Lines(
     plot.title,
     plot.about,

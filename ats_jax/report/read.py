@@ -60,6 +60,7 @@ class RunRecord:
     name: its folder, as the user wrote it.
     settings: its settings by dotted name, without credentials.
     metadata: of `metadata.json`; {} = it was not written yet.
+    data: parts of what it reads, of `data.json`; [] = it was not written.
     performance: of `performance.json`, of the newest start that ended; {} = there was none.
     columns: each metric by name, and "wall_time" of all rows.
     samples: (step, text) of what the run generated, the newest last.
@@ -74,6 +75,7 @@ class RunRecord:
   name: str
   settings: dict[str, Any]
   metadata: dict[str, Any]
+  data: list[dict[str, Any]]
   performance: dict[str, Any]
   columns: Mapping[str, Column]
   samples: list[tuple[int, str]]
@@ -137,6 +139,7 @@ def read_run(text: str) -> RunRecord:
     name=masked(text.rstrip("/")),
     settings=settings,
     metadata=metadata,
+    data=masked_values(_json(folder / workdir.DATA, dict)).get("parts", []),
     performance=_json(folder / workdir.PERFORMANCE, dict),
     columns=columns | _probed(decisions, ledger),
     samples=_samples(folder / SAMPLES, texts),

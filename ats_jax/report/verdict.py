@@ -47,6 +47,14 @@ def _losses(run: RunRecord) -> Iterator[str]:
         f"The best evaluation has loss {best:.4g} at step {at:,}; the last one has {last:.4g} at "
         f"step {to:,}, {last - best:+.4g}."
       )
+    simple = run.column("eval/bigram_loss")
+    if len(simple.values):
+      bigrams, unigrams = float(simple.values[-1]), run.column("eval/unigram_loss").values[-1]
+      word = "below" if last < bigrams else "NOT below"
+      yield (
+        f"The last validation loss, {last:.4g}, is {word} that of a bigram model of the same "
+        f"tokens, {bigrams:.4g}; single tokens by their frequency have {unigrams:.4g}."
+      )
   else:
     yield "It has no evaluation."
 

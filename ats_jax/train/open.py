@@ -153,6 +153,8 @@ def open_run(
       state = restored_or_new(program, origin, initial, train_set)
     if jax.process_index() == 0:
       save_tokenizer(train_set.info.tokenizer, folder / workdir.TOKENIZER)
+      if origin.restore is None:
+        report.keep_data_facts(folder, train_set, valid_set)
       if initial is not None and origin.restore is None:
         initial.keep_companions(folder)
     first_row = batches.position()["row"]

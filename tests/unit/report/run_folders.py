@@ -65,6 +65,16 @@ def end(step: int, secs: float = 120.0) -> dict[str, Any]:
   return {"step": step, "wall_time": BEGAN + 200, "goodput/wall_secs": secs, **parts}
 
 
+def facts(**changes: Any) -> dict[str, Any]:
+  """A part of data.json: 8 documents."""
+  quantiles = {"least": 3, "10%": 3, "median": 9, "90%": 20, "greatest": 30}
+  return {
+    "name": "training", "documents": 8, "tokens": 100, "rows": 7, "seq_len": 16,
+    "bytes_per_token": 3.5, "ids_used": 60, "ids": 64, "is_complete": True, "left_out": {},
+    "first": [], "lengths": quantiles, "by_size": {"1": 2, "3": 4, "4": 2}, **changes,
+  }  # fmt: skip
+
+
 def rolled_back(path: Path) -> None:
   """Write a ledger with a rollback at step 50."""
   book = Ledger(path)

@@ -5,11 +5,11 @@ import json
 
 import numpy as np
 import pytest
-from run_folders import BEGAN, end, rolled_back, training, write_run
+from run_folders import BEGAN, end, facts, rolled_back, training, write_run
 
 from ats_jax.orchestrator.record.ledger import Ledger
 from ats_jax.report.events import events_of
-from ats_jax.report.facts import device_hours
+from ats_jax.report.facts import device_hours, parts_of_data
 from ats_jax.report.figures import series
 from ats_jax.report.plots import figures_of
 from ats_jax.report.read import Column, read_run
@@ -95,6 +95,31 @@ def test_files_that_are_none_are_named(tmp_path):
   (folder / "performance.json").write_text("[1]")
   with pytest.raises(ValueError, match=r"performance.json holds \[1\], not a dict"):
     read_run(str(folder))
+
+
+def test_what_simple_models_of_the_text_reach_is_said_and_drawn(tmp_path):
+  rows = [*training(range(10, 110, 10)), {"step": 100, "eval/loss": 4.0}]
+  rows.append({"step": 100, "eval/bigram_loss": 3.5, "eval/unigram_loss": 6.0})
+  (run,) = make_report([read_run(str(write_run(tmp_path / "a", rows)))]).runs
+  assert any(
+    "4, is NOT below that of a bigram model of the same tokens, 3.5" in s for s in run.verdict
+  )
+  *_, bigram, unigram = run.figures[0].series
+  assert (bigram.x, bigram.y, unigram.y) == ((10.0, 100.0), (3.5, 3.5), (6.0, 6.0))
+
+
+def test_what_the_run_reads(tmp_path):
+  """Splits of one text share what was left out of it."""
+  folder = write_run(tmp_path / "a", training(range(10, 20, 10)))
+  left_out = {"empty": 2, "duplicate": 40}
+  parts = [facts(left_out=left_out), facts(name="validation", left_out=left_out, is_complete=False)]
+  (folder / "data.json").write_text(json.dumps({"parts": parts}))
+  read, missing, sizes = parts_of_data(read_run(str(folder)))
+  assert [row[0] for row in read.rows] == ["training", "validation, its first window"]
+  assert read.rows[0][1:4] == (8, 100, 7) and read.rows[0][-1] == 30
+  both = "training, validation, its first window"
+  assert missing.rows == ((both, "empty", 2), (both, "duplicate", 40))
+  assert sizes.rows[1] == ("training", "8 to 15", 4, 0.5)
 
 
 def test_a_run_on_a_store(tmp_path, bucket):
