@@ -11,9 +11,10 @@ import numpy as np
 from scipy.special import stdtrit
 
 from ats_jax.config.names import differences
+from ats_jax.report.columns import Column
 from ats_jax.report.facts import device_seconds
 from ats_jax.report.figures import Figure, Lines, Series, Table, is_wide, number, series
-from ats_jax.report.read import Column, RunRecord
+from ats_jax.report.read import RunRecord
 
 BY = {"steps": "steps", "tokens": "tokens", "flops": "FLOPs", "time": "hours of steps"}
 COVERAGE = 0.95  # of intervals over seeds

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ats_jax.report.read import Column
+from ats_jax.report.columns import Column
 from ats_jax.report.thin import kept
 
 LOG_RATIO = 50.0  # greatest over median value from which on an axis is logarithmic

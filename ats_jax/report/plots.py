@@ -6,10 +6,11 @@ from typing import NamedTuple
 import numpy as np
 
 from ats_jax.metrics.progress import PHASES
+from ats_jax.report.columns import Column
 from ats_jax.report.events import Event
 from ats_jax.report.figures import Figure, Lines, Table, is_wide, number, series
 from ats_jax.report.maps import heat_maps
-from ats_jax.report.read import Column, RunRecord
+from ats_jax.report.read import RunRecord
 
 BUCKETS = 400  # parts of a series, each with its least and its greatest value; shared by the runs
 LEAST_BUCKETS = 30

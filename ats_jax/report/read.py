@@ -2,42 +2,25 @@
 
 import dataclasses
 import datetime
-import itertools
 import re
-from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ats_jax.checkpoint import workdir
-from ats_jax.metrics.rows import jsonl_rows
 from ats_jax.orchestrator.record.ledger import LedgerLine, read_lines, reading
+from ats_jax.report.again import Again, as_continued, made_again
+from ats_jax.report.columns import EMPTY, Column, read_rows
 from ats_jax.store import lease, paths
 from ats_jax.store.paths import Path
 from ats_jax.store.secrets import masked, masked_values
 
 METRICS, LOG, SAMPLES, ANSWERS = "metrics.jsonl", "log.txt", "samples", "answers.json"
 MOST_LAYER_ROWS = 240  # rows of layers.jsonl that are read, evenly spaced
-BATCH = 4096  # rows that are held at once
 MOST_TEXTS, MOST_CHARACTERS = 20, 2000  # samples of a run, and characters of each
 _FAILED = re.compile(r"^\S+ \S+ ERROR +the run ended: (.*)$")
 _STARTS = re.compile(r"^\S+ \S+ INFO +devices: ")
-
-
-class Column(NamedTuple):
-  """A metric: the steps at which it was written, and its values there."""
-
-  steps: np.ndarray
-  values: np.ndarray
-
-  @classmethod
-  def of(cls, steps: Any, values: Any) -> "Column":
-    """The same of any sequences."""
-    return cls(np.asarray(steps, np.int64), np.asarray(values, np.float64))
-
-
-EMPTY = Column.of((), ())
 
 
 class State(NamedTuple):
@@ -68,6 +51,7 @@ class RunRecord:
     layers: arrays of sparse layers by name: steps [rows], values [rows, ...].
     layer_rows: rows of `layers.jsonl` beside those that were read.
     ledger: the lines of the orchestrator that count.
+    again: steps that were made again, of which columns and layers have what the run continued with.
     log: lines of the log of the first process.
     state: how the run stands.
   """
@@ -83,6 +67,7 @@ class RunRecord:
   layers: Mapping[str, Column]
   layer_rows: int
   ledger: list[LedgerLine]
+  again: list[Again]
   log: list[str]
   state: State
 
@@ -134,6 +119,7 @@ def read_run(text: str) -> RunRecord:
   layers, layer_rows = _layers(folder / workdir.LAYERS)
   decisions = folder / workdir.DECISIONS
   ledger = read_lines(decisions) if decisions.exists() else []
+  again = made_again(folder, ledger)
   log = _lines(folder / LOG)
   return RunRecord(
     name=masked(text.rstrip("/")),
@@ -141,50 +127,16 @@ def read_run(text: str) -> RunRecord:
     metadata=metadata,
     data=masked_values(_json(folder / workdir.DATA, dict)).get("parts", []),
     performance=_json(folder / workdir.PERFORMANCE, dict),
-    columns=columns | _probed(decisions, ledger),
+    columns=as_continued(columns, again) | _probed(decisions, ledger),
     samples=_samples(folder / SAMPLES, texts),
     answers=_json(folder / SAMPLES / ANSWERS, list),
-    layers=layers,
+    layers=as_continued(layers, again),
     layer_rows=layer_rows,
     ledger=ledger,
+    again=again,
     log=log,
     state=_state(settings, metadata, columns, log, is_live=lease.is_held(folder / workdir.LOCK)),
   )
-
-
-def read_rows(path: Path) -> tuple[dict[str, Column], list[tuple[int, str, str]]]:
-  """The metrics of a metrics.jsonl by name, and its texts as (step, name, text).
-
-  Raises:
-    ValueError: a line is not a row of metrics; names the line.
-  """
-  found: dict[str, tuple[array, array]] = {}
-  texts: list[tuple[int, str, str]] = []
-  rows = (row for _, row in jsonl_rows(path))
-  for batch in itertools.batched(rows, BATCH):
-    for names, group in itertools.groupby(batch, key=tuple):  # most rows have the same names
-      columns = dict(zip(names, zip(*(row.values() for row in group), strict=True), strict=True))
-      steps, odd = columns.pop("step"), columns.pop("nonfinite", None)
-      for name, given in columns.items():
-        values: Sequence[Any] = given
-        if odd is not None:
-          values = [
-            float(of[name]) if value is None and name in of else value
-            for value, of in zip(given, odd, strict=True)
-          ]
-        own = steps
-        try:
-          numbers = array("d", list(values))
-        except TypeError:  # there are texts among them
-          both = list(zip(steps, values, strict=True))
-          texts += [(step, name, value) for step, value in both if isinstance(value, str)]
-          both = [each for each in both if isinstance(each[1], int | float)]
-          own, numbers = [step for step, _ in both], array("d", [value for _, value in both])
-        if numbers:
-          known = found.setdefault(name, (array("q"), array("d")))
-          known[0].extend(own)
-          known[1].extend(numbers)
-  return {name: Column.of(*column) for name, column in found.items()}, texts
 
 
 def _probed(path: Path, ledger: list[LedgerLine]) -> dict[str, Column]:

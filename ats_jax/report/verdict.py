@@ -5,9 +5,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from ats_jax.metrics.progress import duration
+from ats_jax.report.columns import Column
 from ats_jax.report.events import Event
 from ats_jax.report.facts import device_hours
-from ats_jax.report.read import Column, RunRecord
+from ats_jax.report.read import RunRecord
 
 
 def verdict(run: RunRecord, events: Sequence[Event], num_changed: int, preset: str) -> list[str]:
@@ -23,6 +24,7 @@ def verdict(run: RunRecord, events: Sequence[Event], num_changed: int, preset: s
     run.state.says,
     *_losses(run),
     *_orchestrator(run, events),
+    *(one.in_words() for one in run.again),
     *_time(run),
     f"{num_changed} settings differ from {preset}.",
   ]

@@ -5,14 +5,15 @@ import json
 
 import numpy as np
 import pytest
-from run_folders import BEGAN, end, facts, rolled_back, training, write_run
+from run_folders import BEGAN, end, facts, made_again, rolled_back, training, write_run
 
 from ats_jax.orchestrator.record.ledger import Ledger
+from ats_jax.report.columns import Column
 from ats_jax.report.events import events_of
 from ats_jax.report.facts import device_hours, parts_of_data
 from ats_jax.report.figures import series
 from ats_jax.report.plots import figures_of
-from ats_jax.report.read import Column, read_run
+from ats_jax.report.read import read_run
 from ats_jax.report.report import make_report
 from ats_jax.report.thin import kept
 from ats_jax.store import paths
@@ -95,6 +96,21 @@ def test_files_that_are_none_are_named(tmp_path):
   (folder / "performance.json").write_text("[1]")
   with pytest.raises(ValueError, match=r"performance.json holds \[1\], not a dict"):
     read_run(str(folder))
+
+
+def test_steps_that_were_made_again_show_what_the_run_continued_with(tmp_path):
+  folder = write_run(tmp_path / "a", training(range(5, 65, 5), **{"reflex/z_loss": 8.0}))
+  made_again(folder / "decisions.jsonl")
+  run = read_run(str(folder))
+  steps, losses = run.column("train/loss")
+  np.testing.assert_array_equal(steps, range(5, 65, 5))
+  np.testing.assert_allclose(losses[-7:], [4.7, 2.0, 2.0, 2.0, np.nan, 4.45, 4.4])
+  np.testing.assert_array_equal(run.column("reflex/z_loss").steps, [*range(5, 35, 5), 55, 60])
+  assert len(run.column("progress/tokens").steps) == 12
+  (event,) = events_of(run)
+  assert "training loss, mean of up to 5 rows: 4.8 before (to step 30), " in event.effect
+  (report,) = make_report([run]).runs
+  assert any(said.startswith("Steps 31 to 50 were made again") for said in report.verdict)
 
 
 def test_what_simple_models_of_the_text_reach_is_said_and_drawn(tmp_path):
