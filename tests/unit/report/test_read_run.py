@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 from run_folders import BEGAN, end, facts, made_again, rolled_back, training, write_run
 
+from ats_jax.metrics.rows import read_jsonl
 from ats_jax.orchestrator.record.ledger import Ledger
+from ats_jax.report import columns
 from ats_jax.report.columns import Column
 from ats_jax.report.events import events_of
 from ats_jax.report.facts import device_hours, parts_of_data
@@ -28,6 +30,39 @@ def test_rows_of_several_kinds_are_columns(tmp_path):
   np.testing.assert_array_equal(values, [4.9, np.nan, 4.7])
   assert run.samples == [(30, "text")]
   assert not len(run.column("no/such").values)
+
+
+@pytest.mark.parametrize("block", [1, 300, 2**20])
+def test_rows_of_all_kinds_are_read_as_json_reads_them(tmp_path, monkeypatch, block):
+  """In the order of the file, wherever blocks end, and a damaged line is named by its number."""
+  monkeypatch.setattr(columns, "BLOCK", block)
+  rng, rows = np.random.default_rng(0), []
+  for step in range(1, 200):
+    row = {
+      "step": step,
+      "wall_time": BEGAN + step / 3,
+      "a": rng.normal() * 10.0 ** rng.integers(-9, 9),
+    }
+    rows.append({**row, "b": step} if step > 20 else row)
+    if step % 7 == 0:
+      rows[-1] |= {"a": None, "nonfinite": {"a": "inf"}}
+    if step % 9 == 0:
+      rows += [{"step": step, "wall_time": 1.0, "a": -1e-300}, {"step": step, "text": "3.5"}]
+    if step % 50 == 0:
+      rows.append({"a": 2, "step": step, "wall_time": True, 'c\\"é': 1})
+  file = write_run(tmp_path / "a", rows) / "metrics.jsonl"
+  found, texts = columns.read_rows(file)
+  assert texts == [(step, "text", "3.5") for step in range(9, 200, 9)]
+  expected = read_jsonl(file)
+  assert set(found) == {"wall_time", "a", "b", 'c\\"é'}
+  for name, (steps, values) in found.items():
+    both = [(row["step"], float(row[name])) for row in expected if name in row]
+    assert list(zip(steps.tolist(), values.tolist(), strict=True)) == both
+  lines = file.read_text().splitlines(keepends=True)
+  lines[150] = lines[150][:-3] + "\n"
+  file.write_text("".join(lines))
+  with pytest.raises(ValueError, match=r"metrics.jsonl:151: not a row of metrics"):
+    columns.read_rows(file)
 
 
 @pytest.mark.parametrize(
