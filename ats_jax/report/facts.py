@@ -26,7 +26,7 @@ def facts_of(run: RunRecord, preset: Mapping[str, Any] | None, preset_name: str)
     preset_name: what those are called.
   """
   known = [budget(run), data(run), *parts_of_data(run), settings(run, preset, preset_name)]
-  return [one for one in (*known, environment(run)) if one is not None]
+  return [one for one in (*known, environment(run), kernels(run)) if one is not None]
 
 
 def device_seconds(run: RunRecord) -> tuple[float, str]:
@@ -147,7 +147,7 @@ def settings(run: RunRecord, preset: Mapping[str, Any] | None, preset_name: str)
 
 
 def environment(run: RunRecord) -> Table | None:
-  """Versions, devices and kernels."""
+  """Versions and devices."""
   known = run.metadata
   if not known:
     return None
@@ -164,10 +164,21 @@ def environment(run: RunRecord) -> Table | None:
   if git:
     rows.append(("commit", git["commit"] + (", and changes" if git.get("dirty") else "")))
   rows += [(f"variable {name}", str(value)) for name, value in known.get("variables", {}).items()]
-  rows += [
-    (f"kernel of {op}", str(name)) for op, name in run.performance.get("kernels", {}).items()
-  ]
   return Table("Environment", "Of the newest start.", ("what", "value"), tuple(rows))
+
+
+def kernels(run: RunRecord) -> Table | None:
+  """Which implementation of each op ran, and why."""
+  chosen = run.performance.get("kernels", {})
+  if not chosen:
+    return None
+  facts = run.metadata.get("run", {})
+  said = lambda op, name: str(facts.get(op, "")).removeprefix(f"{name} (").removesuffix(")")
+  why = {op: said(op, name) for op, name in chosen.items()}
+  fallbacks = sum(reason.startswith("reference") for reason in why.values())
+  about = f"{fallbacks} of {len(chosen)} ops fall back to what XLA makes of their definition."
+  rows = tuple((op, str(name), why[op]) for op, name in chosen.items())
+  return Table("Kernels", about, ("op", "implementation", "why"), rows)
 
 
 def events_table(events: Sequence[Event]) -> Table | None:

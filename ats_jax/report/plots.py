@@ -126,6 +126,7 @@ def figures_of(run: RunRecord, events: Sequence[Event], buckets: int = BUCKETS) 
     *plots,
     goodput(run),
     step_times(run),
+    *profiles(run),
     *heat_maps(run, max(1, MOST_COLUMNS * buckets // BUCKETS)),
   ]
   return [one for one in found if one is not None]
@@ -230,3 +231,34 @@ def step_times(run: RunRecord) -> Table | None:
     return None
   return Table("A step", "Means of logging intervals, in the newest start that ended.",
                ("step", "#milliseconds"), tuple(rows))  # fmt: skip
+
+
+def profiles(run: RunRecord) -> list[Table]:
+  """What the profiler saw: the longest kernels of the newest trace, and the devices in each."""
+  if not run.profiles:
+    return []
+  newest = run.profiles[-1]
+  words = lambda one: f"{one['step']:,} to {one['step'] + one['steps'] - 1:,}"
+  left = newest["num_kernels"] - len(newest["kernels"])
+  about = (
+    f"Of steps {words(newest)}; shares are of the time of all kernels, on all devices of the first "
+    f"process{f', and {left:,} shorter ones are left out' if left else ''}. "
+    "TensorBoard and ui.perfetto.dev show the trace."
+  )
+  rows = tuple(
+    (kernel["name"], kernel["calls"], number(1e3 * kernel["secs"]), number(kernel["share"]))
+    for kernel in newest["kernels"]
+  )
+  columns = ("kernel", "#calls", "#milliseconds", "#share")
+  found = [Table("Longest kernels", about, columns, rows, share="#share")]
+  percent = lambda secs, span: f"{secs / span['secs']:.1%}"
+  rows = tuple(
+    (words(one), span["gpu"], number(1e3 * span["secs"]), percent(span["idle"], span),
+     percent(span["sending"], span), percent(span["exposed"], span))
+    for one in run.profiles for span in one["devices"]
+  )  # fmt: skip
+  if rows:
+    about = "Idle: nothing ran. Exposed: collectives ran with nothing beside them."
+    columns = ("steps", "device", "#milliseconds", "#idle", "#collectives", "#exposed collectives")
+    found.append(Table("Devices in traces", about, columns, rows))
+  return found

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ats_jax.checkpoint import workdir
+from ats_jax.metrics.profiler import SUMMARY
 from ats_jax.orchestrator.record.ledger import LedgerLine, read_lines, reading
 from ats_jax.report.again import Again, as_continued, made_again
 from ats_jax.report.columns import EMPTY, Column, read_rows
@@ -44,6 +45,7 @@ class RunRecord:
     settings: its settings by dotted name, without credentials.
     metadata: of `metadata.json`; {} = it was not written yet.
     data: parts of what it reads, of `data.json`; [] = it was not written.
+    profiles: what each profiler trace came to, by its first step (`metrics.profiler.summary`).
     performance: of `performance.json`, of the newest start that ended; {} = there was none.
     columns: each metric by name, and "wall_time" of all rows.
     samples: (step, text) of what the run generated, the newest last.
@@ -60,6 +62,7 @@ class RunRecord:
   settings: dict[str, Any]
   metadata: dict[str, Any]
   data: list[dict[str, Any]]
+  profiles: list[dict[str, Any]]
   performance: dict[str, Any]
   columns: Mapping[str, Column]
   samples: list[tuple[int, str]]
@@ -126,6 +129,7 @@ def read_run(text: str) -> RunRecord:
     settings=settings,
     metadata=metadata,
     data=masked_values(_json(folder / workdir.DATA, dict)).get("parts", []),
+    profiles=_profiles(folder / workdir.PROFILES),
     performance=_json(folder / workdir.PERFORMANCE, dict),
     columns=as_continued(columns, again) | _probed(decisions, ledger),
     samples=_samples(folder / SAMPLES, texts),
@@ -208,6 +212,11 @@ def _samples(folder: Path, texts: list[tuple[int, str, str]]) -> list[tuple[int,
       found.setdefault(int(path.stem), paths.read(path).decode("utf-8", "replace"))
   cut = lambda text: text if len(text) <= MOST_CHARACTERS else text[:MOST_CHARACTERS] + " [...]"
   return [(step, cut(text)) for step, text in sorted(found.items())][-MOST_TEXTS:]
+
+
+def _profiles(folder: Path) -> list[dict[str, Any]]:
+  found = [_json(path, dict) for path in folder.glob(f"*/{SUMMARY}")] if folder.exists() else []
+  return sorted(found, key=lambda one: one["step"])
 
 
 def _state(

@@ -169,7 +169,11 @@ def open_run(
     log = open_log(
       stack, program, folder, origin, meter, writer, progress, train_set, watchdog, course
     )
-    profile = enter(ProfileWindow(cfg.log.profile_step, PROFILED_STEPS, folder / "profile"))
+    profile = enter(
+      ProfileWindow(
+        cfg.log.profile_step, PROFILED_STEPS, folder / workdir.PROFILES, cfg.log.profile_every
+      )
+    )
     run = Run(
       program=program,
       folder=folder,

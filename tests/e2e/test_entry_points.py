@@ -96,11 +96,13 @@ class TestTrainedRun:
     assert list(trained.glob("events.out.tfevents.*"))
     assert (trained / "samples" / "40.txt").read_text().startswith("def")
     assert {p.name.split(".")[0] for p in trained.iterdir() if p.name != ".lock"} == {
-      "config", "metadata", "tokenizer", "checkpoints", "events", "metrics", "samples", "profile",
-      "performance", "run_id", "log",
+      "config", "data", "metadata", "tokenizer", "checkpoints", "events", "metrics", "samples",
+      "profile", "performance", "run_id", "log",
     }  # fmt: skip
     (trace,) = (trained / "profile").rglob("*.xplane.pb")
     assert b"train_step" in trace.read_bytes()
+    facts = json.loads((trained / "profile" / "30" / "summary.json").read_text())
+    assert facts["num_kernels"] > 10 and facts["kernels"][0]["calls"] >= facts["steps"] == 3
 
   def test_report(self, trained, tmp_path):
     """By the command that the log ends with."""

@@ -62,7 +62,7 @@ _WITHOUT_EFFECT = (
   "hang_secs",
   "heartbeat_secs",
   "join_secs",
-  "log.profile_step",
+  "log.profile_",
   "mesh.",
   "moe.exchange.",
   "ops.",

@@ -12,9 +12,9 @@ from ats_jax.orchestrator.record.ledger import Ledger
 from ats_jax.report import columns
 from ats_jax.report.columns import Column
 from ats_jax.report.events import events_of
-from ats_jax.report.facts import device_hours, parts_of_data
+from ats_jax.report.facts import device_hours, kernels, parts_of_data
 from ats_jax.report.figures import series
-from ats_jax.report.plots import figures_of
+from ats_jax.report.plots import figures_of, profiles
 from ats_jax.report.read import read_run
 from ats_jax.report.report import make_report
 from ats_jax.report.thin import kept
@@ -173,17 +173,42 @@ def test_what_the_run_reads(tmp_path):
   assert sizes.rows[1] == ("training", "8 to 15", 4, 0.5)
 
 
+def test_profiles_and_kernels(tmp_path):
+  folder = write_run(tmp_path / "a", training(range(10, 20, 10)))
+  span = {"gpu": "GPU:0", "secs": 0.05, "sending": 0.02, "exposed": 0.01, "idle": 0.005}
+  kernel = {"name": "gemm", "calls": 9, "secs": 0.04, "share": 0.8}
+  for step in (100, 20):
+    facts = {"step": step, "steps": 3, "num_kernels": 5, "kernels": [kernel], "devices": [span]}
+    (folder / "profile" / str(step)).mkdir(parents=True)
+    (folder / "profile" / str(step) / "summary.json").write_text(json.dumps(facts))
+  metadata = json.loads((folder / "metadata.json").read_text())
+  metadata["run"] |= {"rope": "xla (reference: it has no (good) kernel)", "swiglu": "fast (x2)"}
+  (folder / "metadata.json").write_text(json.dumps(metadata))
+  performance = {"kernels": {"rope": "xla", "swiglu": "fast"}}
+  (folder / "performance.json").write_text(json.dumps(performance))
+  run = read_run(str(folder))
+  longest, devices = profiles(run)
+  assert "Of steps 100 to 102" in longest.about and "4 shorter" in longest.about
+  assert longest.rows == (("gemm", 9, 40.0, 0.8),)
+  assert devices.rows[0] == ("20 to 22", "GPU:0", 50.0, "10.0%", "40.0%", "20.0%")
+  table = kernels(run)
+  assert table and table.about.startswith("1 of 2 ops fall back")
+  assert table.rows[0] == ("rope", "xla", "reference: it has no (good) kernel")
+
+
 def test_a_run_on_a_store(tmp_path, bucket):
   folder = write_run(tmp_path / "a", [*training(range(10, 110, 10)), end(100)])
   rolled_back(folder / "decisions.jsonl")
   for path in folder.iterdir():
     paths.write(paths.Path("gs://bucket/run") / path.name, path.read_bytes())
   paths.write(paths.Path("gs://bucket/run/samples/100.txt"), "a sample")
+  paths.write(paths.Path("gs://bucket/run/profile/7/summary.json"), '{"step": 7}')
   run = read_run("gs://bucket/run/")
   assert (run.name, run.state.word, run.samples) == (
     "gs://bucket/run", "finished", [(100, "a sample")],
   )  # fmt: skip
   assert len(run.column("train/loss").values) == 10 and len(events_of(run)) == 1
+  assert run.profiles == [{"step": 7}]
 
 
 def test_few_points_keep_the_extremes_and_what_is_not_finite():
