@@ -104,10 +104,10 @@ def parts_of_data(run: RunRecord) -> list[Table]:
   for part in run.data:
     name = part["name"] + ("" if part["is_complete"] else ", its first window")
     of_bytes = number(part["bytes_per_token"]) if part["bytes_per_token"] else ""
-    lengths = [part.get("lengths", {}).get(word, "") for word in ends]
+    lengths = ", ".join(f"{part['lengths'][word]:,}" for word in ends if "lengths" in part)
     rows.append(
       (name, part["documents"], part["tokens"], part["rows"], part["seq_len"], of_bytes,
-       part["ids_used"], *lengths)
+       part["ids_used"], lengths)
     )  # fmt: skip
     left_out += [(name, reason, count) for reason, count in part["left_out"].items()]
     left_out += [(name, f"for example {line}", "") for line in part["first"]]
@@ -117,7 +117,7 @@ def parts_of_data(run: RunRecord) -> list[Table]:
       sizes.append((name, f"{low:,} to {2 * low - 1:,}", count, share))
   about = "As the run began. Targets are tokens, with one end for each document."
   columns = ("part", "#documents", "#targets", "#rows", "#positions of a row", "#bytes a target",
-             "#ids in the text", *(f"#tokens of a document, {word}" for word in ends))  # fmt: skip
+             "#ids in the text", f"tokens of a document: {', '.join(ends)}")  # fmt: skip
   found = [Table("What the run reads", about, columns, tuple(rows))]
   if left_out:
     about = "Records that hold no document, documents that filters drop, and the first of them."

@@ -167,7 +167,7 @@ def test_what_the_run_reads(tmp_path):
   (folder / "data.json").write_text(json.dumps({"parts": parts}))
   read, missing, sizes = parts_of_data(read_run(str(folder)))
   assert [row[0] for row in read.rows] == ["training", "validation, its first window"]
-  assert read.rows[0][1:4] == (8, 100, 7) and read.rows[0][-1] == 30
+  assert read.rows[0][1:4] == (8, 100, 7) and read.rows[0][-1] == "3, 3, 9, 20, 30"
   both = "training, validation, its first window"
   assert missing.rows == ((both, "empty", 2), (both, "duplicate", 40))
   assert sizes.rows[1] == ("training", "8 to 15", 4, 0.5)
