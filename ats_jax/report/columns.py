@@ -3,6 +3,7 @@
 import json
 import re
 from array import array
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -70,14 +71,19 @@ class _Columns:
     return found
 
 
-def _pattern_of(names: tuple[str, ...]) -> re.Pattern[bytes]:
-  """Finds lines that hold numbers of these names, each in a group."""
-  fields = [re.escape(json.dumps(name).encode()) + b": (" + _NUMBER + b")" for name in names]
+def _pattern_of(names: tuple[str, ...], wanted: Callable[[str], bool]) -> re.Pattern[bytes]:
+  """Finds lines that hold numbers of these names, those of wanted ones in groups."""
+  fields = [
+    re.escape(json.dumps(name).encode()) + (b": (%b)" if wanted(name) else b": (?:%b)") % _NUMBER
+    for name in names
+  ]
   return re.compile(rb"^\{" + b", ".join(fields) + rb"\}\n", re.MULTILINE)
 
 
-def read_rows(path: Path) -> tuple[dict[str, Column], list[tuple[int, str, str]]]:
-  """The metrics of a metrics.jsonl by name, and its texts as (step, name, text).
+def read_rows(
+  path: Path, wanted: Callable[[str], bool] = lambda name: True
+) -> tuple[dict[str, Column], list[tuple[int, str, str]]]:
+  """The wanted metrics of a metrics.jsonl by name, and its texts as (step, name, text).
 
   Most rows hold numbers of the same names in the same order: their lines are found by a pattern
   that is made of one of them, in half the time of a JSON parser. Other lines go through one. A last
@@ -104,11 +110,13 @@ def read_rows(path: Path) -> tuple[dict[str, Column], list[tuple[int, str, str]]
       for at, line in enumerate(lines, stop - len(lines)):
         row = jsonl_row(path, at + 1, line.decode("utf-8", "replace"))
         kind = tuple(row)
+        row = {n: v for n, v in row.items() if n in ("step", "nonfinite") or wanted(n)}
         if columns.add_row(at, row):
           kinds[kind] = kinds.get(kind, 0) + 1
       others += len(lines)
     if kinds and others > len(gaps):
-      names = max(kinds, key=lambda kind: kinds[kind])
-      pattern = _pattern_of(names)
+      kind = max(kinds, key=lambda kind: kinds[kind])
+      needed = lambda name: name == "step" or wanted(name)
+      names, pattern = tuple(filter(needed, kind)), _pattern_of(kind, needed)
     begin, place = end, int(behind[-1])
   return columns.in_order(), columns.texts

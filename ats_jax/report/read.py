@@ -13,6 +13,7 @@ from ats_jax.metrics.profiler import SUMMARY
 from ats_jax.orchestrator.record.ledger import LedgerLine, read_lines, reading
 from ats_jax.report.again import Again, as_continued, made_again
 from ats_jax.report.columns import EMPTY, Column, read_rows
+from ats_jax.report.shown import is_shown
 from ats_jax.store import lease, paths
 from ats_jax.store.paths import Path
 from ats_jax.store.secrets import masked, masked_values
@@ -118,7 +119,7 @@ def read_run(text: str) -> RunRecord:
   settings = masked_values(workdir.stored_settings(folder))
   metadata = masked_values(_json(folder / workdir.METADATA, dict))
   path = folder / METRICS
-  columns, texts = read_rows(path) if path.exists() else ({}, [])
+  columns, texts = read_rows(path, is_shown) if path.exists() else ({}, [])
   layers, layer_rows = _layers(folder / workdir.LAYERS)
   decisions = folder / workdir.DECISIONS
   ledger = read_lines(decisions) if decisions.exists() else []

@@ -2,6 +2,8 @@
 
 import fcntl
 import json
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ from run_folders import BEGAN, end, facts, made_again, rolled_back, training, wr
 
 from ats_jax.metrics.rows import read_jsonl
 from ats_jax.orchestrator.record.ledger import Ledger
-from ats_jax.report import columns
+from ats_jax.report import columns, shown
 from ats_jax.report.columns import Column
 from ats_jax.report.events import events_of
 from ats_jax.report.facts import device_hours, kernels, parts_of_data
@@ -58,6 +60,9 @@ def test_rows_of_all_kinds_are_read_as_json_reads_them(tmp_path, monkeypatch, bl
   for name, (steps, values) in found.items():
     both = [(row["step"], float(row[name])) for row in expected if name in row]
     assert list(zip(steps.tolist(), values.tolist(), strict=True)) == both
+  few, also = columns.read_rows(file, lambda name: name == "b")
+  assert also == [] and list(few) == ["b"]
+  np.testing.assert_array_equal(few["b"], found["b"])
   lines = file.read_text().splitlines(keepends=True)
   lines[150] = lines[150][:-3] + "\n"
   file.write_text("".join(lines))
@@ -84,6 +89,14 @@ def test_how_a_run_stands(tmp_path, rows, log, word):
   assert state.word == word
   if word == "failed":
     assert "FloatingPointError: train/loss is nan" in state.says
+
+
+def test_each_metric_that_the_report_names_is_read():
+  """All but step times, which are of performance.json."""
+  text = "".join(path.read_text() for path in Path(shown.__file__).parent.glob("*.py"))
+  names = set(re.findall(r'"((?:train|reflex|memory)/(?!step_secs)\w+)"', text))
+  assert len(names) >= 20 and all(map(shown.is_shown, names))
+  assert shown.is_shown("train/code/loss") and not shown.is_shown("train/accuracy")
 
 
 def test_a_run_that_writes_no_rows_for_the_report_says_so(tmp_path):
