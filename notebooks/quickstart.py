@@ -14,11 +14,15 @@
 # - On a machine of your own: install ats_jax first (docs/start/install.md). The first cell then
 #   changes nothing. You need Jupyter and matplotlib too: `pip install notebook matplotlib`.
 # - On Google Colab: put the wheel (`ats_jax-*.whl`) among the files on the left, or clone the
-#   repository and open the notebook from there. The first cell installs it.
+#   repository and open the notebook from there. The first cell installs it. With a TPU (v5e) as
+#   runtime, it takes the extra `tpu` in place of `colab`.
+# - On Kaggle: switch the internet on, choose "GPU T4 x2" or a TPU as accelerator, and upload the
+#   wheel as a dataset or clone the repository.
 #
 # **What was tested.** CI executes every cell with few steps on a CPU, with Python 3.12 and 3.13 and
-# the packages that Colab publishes. **What was not:** Colab itself, its T4 and its TPUs. The
-# settings below need no bfloat16, which a T4 lacks.
+# the packages that Colab publishes. **What was not:** Colab itself, its T4 and its TPUs. Kaggle was
+# not either, nor its two T4 and its TPUs, for which pip's choice of packages was not compared with
+# what is installed there. The settings below need no bfloat16, which a T4 lacks.
 
 # %%
 import glob
@@ -28,10 +32,13 @@ import subprocess
 import sys
 
 if importlib.util.find_spec("ats_jax") is None:
-  found = [*glob.glob("ats_jax-*.whl"), *glob.glob("../pyproject.toml")]
+  places = ("ats_jax-*.whl", "/kaggle/input/**/ats_jax-*.whl", "../pyproject.toml")
+  found = [path for place in places for path in glob.glob(place, recursive=True)]
   assert found, "put the wheel beside this notebook, or open the notebook from a checkout"
   source = ".." if found[0].endswith(".toml") else found[0]
-  extra = "[colab]" if "COLAB_RELEASE_TAG" in os.environ else ""
+  is_hosted = not {"COLAB_RELEASE_TAG", "KAGGLE_KERNEL_RUN_TYPE"}.isdisjoint(os.environ)
+  has_tpu = glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*")
+  extra = ("[tpu]" if has_tpu else "[colab]") if is_hosted else ""
   subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", source + extra], check=True)
 
 # %% [markdown]
@@ -134,3 +141,15 @@ plt.show()
 # %%
 sample = ats("generate", f"--workdir={WORKDIR}", "--prompt=def ", "--max_tokens=40")
 assert "def " in sample
+
+# %% [markdown]
+# ## Two T4, or a TPU of several chips
+# All devices of a machine take part without a setting: each has the weights and a share of the rows
+# of a step, so that their number divides `data.batch_size`. What each would hold, `plan` says
+# anywhere. On a T4, `--config.precision.compute_dtype=auto` multiplies in float16; on a TPU in
+# bfloat16. A model too large for one of them is cut by `--config.mesh.fsdp=2`.
+
+# %%
+for mesh in ("data=2", "fsdp=2"):
+  planned = ats("plan", "--config=debug", f"--config.mesh.{mesh}")
+  assert "devices: 2 " in planned

@@ -25,11 +25,13 @@ from ats_jax.store.secrets import masked_values
 CONFIG = "config.json"
 RUN_ID = "run_id"
 METADATA = "metadata.json"  # versions, machine and facts about the run
+DATA = "data.json"  # what the run reads, as it was at its start
 TOKENIZER = "tokenizer.json"
 CHECKPOINTS = "checkpoints"
 LAYERS = "layers.jsonl"  # arrays of sparse layers
 DECISIONS = "decisions.jsonl"  # ledger of the orchestrator
 PERFORMANCE = "performance.json"
+PROFILES = "profile"  # traces by their first steps, with what each came to
 LOCK = ".lock"  # of the process that has claimed the workdir
 RUN_ID_BYTES = 8
 FORMAT = 3  # of config.json, where it says "format"; raised when settings get other names

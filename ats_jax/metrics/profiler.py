@@ -1,7 +1,8 @@
-"""A profiler trace of a few steps: which kernels took its time, and what was waited for."""
+"""Profiler traces of a few steps: which kernels took their time, and what was waited for."""
 
 import collections
 import contextlib
+import json
 import pathlib
 import re
 from collections.abc import Iterable, Iterator
@@ -16,12 +17,17 @@ from ats_jax.store import paths
 from ats_jax.store.paths import Path
 
 NAME_WIDTH = 72  # C++ kernels have names of many lines
+SUMMARY = "summary.json"
+KEPT_KERNELS, KEPT_WIDTH = 20, 200  # in the file of a trace
 # Kernels that send: NCCL's, XLA's own, and copies from one GPU to another.
 _SENDS = re.compile(r"nccl|AllReduceKernel|MemcpyP2P")
 
 
 class ProfileWindow(Watcher):
-  """Traces steps `first_step` to `first_step + num_steps - 1`; view with TensorBoard or XProf.
+  """Traces steps `first_step` to `first_step + num_steps - 1`, and as many each `every` steps.
+
+  Each is in a folder named by its first step, which TensorBoard, XProf and Perfetto show, with what
+  `summary` gives in `SUMMARY`.
 
   ```
   with ProfileWindow(cfg.log.profile_step, 3, workdir / "profile") as profile:
@@ -31,13 +37,14 @@ class ProfileWindow(Watcher):
   ```
   """
 
-  def __init__(self, first_step: int, num_steps: int, directory: Path):
-    """Plans the window.
+  def __init__(self, first_step: int, num_steps: int, directory: Path, every: int = 0):
+    """Plans the windows.
 
     Args:
-      first_step: 0 = no trace. A run resumed past this step makes none either.
+      first_step: 0 = no trace. A run resumed past this step makes no first one.
       num_steps: at least 1.
-      directory: folder of the trace.
+      directory: folder of the traces.
+      every: steps from one window to the next; 0 = there is one.
 
     Raises:
       ValueError: a negative first step or no steps.
@@ -47,8 +54,8 @@ class ProfileWindow(Watcher):
         f"profile window of {num_steps} steps from step {first_step}: expected at least one step, "
         "from step 1 or later (0 = none)"
       )
-    self._first, self._last = first_step, first_step + num_steps
-    self._directory = directory
+    self._first, self._every, self._num_steps = first_step, every, num_steps
+    self._directory, self._began = directory, 0
     self._local: Path | None = None  # where a running trace goes
     self._filled = contextlib.ExitStack()
 
@@ -60,22 +67,34 @@ class ProfileWindow(Watcher):
       state: what the step before it produced. It is waited for at the two edges of the window, so
         that the trace holds the device work of the chosen steps and no other.
     """
-    if self._first and step == self._first:
-      jax.block_until_ready(state)
-      self._local = self._filled.enter_context(paths.filled(self._directory))
-      jax.profiler.start_trace(str(self._local))
-    elif self._local is not None and step >= self._last:
+    if self._local is not None and step >= self._began + self._num_steps:
       jax.block_until_ready(state)
       self.close()
+    if self._local is None and self._is_due(step):
+      jax.block_until_ready(state)
+      self._began = step
+      self._local = self._filled.enter_context(paths.filled(self._directory / str(step)))
+      jax.profiler.start_trace(str(self._local), create_perfetto_trace=True)
+
+  def _is_due(self, step: int) -> bool:
+    if not self._first or step < self._first:
+      return False
+    since = step - self._first
+    return since % self._every == 0 if self._every else since == 0
 
   def close(self) -> None:
     """Ends a running trace and writes it."""
     if self._local is not None:
       local, self._local = self._local, None
       jax.profiler.stop_trace()
-      text = summarise_trace(pathlib.Path(local))
+      trace = pathlib.Path(local)
+      text = summarise_trace(trace)
+      if jax.process_index() == 0:
+        facts = {"step": self._began, "steps": self._num_steps, **summary(trace)}
+        (trace / SUMMARY).write_text(json.dumps(facts, indent=1) + "\n")
       self._filled.close()
-      logging.info("profiler trace of steps from %d: %s\n%s", self._first, self._directory, text)
+      where = self._directory / str(self._began)
+      logging.info("profiler trace of steps from %d: %s\n%s", self._began, where, text)
 
   def __enter__(self) -> Self:
     return self
@@ -133,6 +152,22 @@ def summarise_trace(folder: pathlib.Path) -> str:
   """
   sent = [str(span) for span in spans(folder) if span.sending]
   return "\n".join([kernel_table(kernel_times(folder)), *sent])
+
+
+def summary(folder: pathlib.Path) -> dict[str, Any]:
+  """The newest trace in a folder as JSON values: its longest kernels, and what each GPU did.
+
+  Raises:
+    ValueError: if there is no trace.
+  """
+  kernels = kernel_times(folder)
+  return {
+    "num_kernels": len(kernels),
+    "kernels": [
+      {**kernel._asdict(), "name": kernel.name[:KEPT_WIDTH]} for kernel in kernels[:KEPT_KERNELS]
+    ],
+    "devices": [span._asdict() for span in spans(folder)],
+  }
 
 
 def spans(folder: pathlib.Path) -> list[Span]:

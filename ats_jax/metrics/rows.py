@@ -32,13 +32,22 @@ def jsonl_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     ValueError: a line is not a row of metrics; names the line.
   """
   for number, line in enumerate(_complete_lines(path), 1):
-    try:
-      row = json.loads(line)
-    except json.JSONDecodeError as error:
-      raise _damaged(path, number, line) from error
-    if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-      raise _damaged(path, number, line)
-    yield line, row
+    yield line, jsonl_row(path, number, line)
+
+
+def jsonl_row(path: Path, number: int, line: str) -> dict[str, Any]:
+  """Returns the row that a line of a metrics.jsonl holds, as it is written.
+
+  Raises:
+    ValueError: the line, which is named, is not a row of metrics.
+  """
+  try:
+    row = json.loads(line)
+  except json.JSONDecodeError as error:
+    raise _damaged(path, number, line) from error
+  if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+    raise _damaged(path, number, line)
+  return row
 
 
 def read_csv(path: Path) -> tuple[list[str], list[list[str]]]:

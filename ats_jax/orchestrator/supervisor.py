@@ -371,7 +371,7 @@ class Supervisor(Watcher, MetricWriter):
     compared = Compared(comparison.proposal, ended.waiting, ended.scores, ended.made)
     self.made_again += ended.made
     self._watch.pass_over(ended.made)
-    self._teller.comparison(step, comparison.first, compared)
+    self._teller.comparison(step, comparison.first, compared, ended.losses)
     self.policy, judgement = decide(self._terms, self.policy, compared, step)
     check_agreement(self.policy, compared.waiting._asdict(), judgement)
     if not judgement.decisions:

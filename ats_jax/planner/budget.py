@@ -122,8 +122,8 @@ def budget(
 
   Args:
     cfg: the config, resolved or not. Without a budget the tokens are those of its run: its
-      steps, or with `length=budget` the optimum, between `least_epochs` and `most_epochs` of the
-      data.
+      steps, what `train_flops` buys with `length=flops`, or with `length=budget` the optimum,
+      between `least_epochs` and `most_epochs` of the data.
     tokens: the budget in tokens; give at most one of three.
     flops: the budget in training FLOPs, causal attention included.
     gpu_hours: the budget in hours of one device; needs `tokens_per_sec`.
@@ -156,6 +156,8 @@ def budget(
   wanted = law.optimal_tokens(parameters)
   to_see = tokens_worth(wanted, unique_tokens or wanted)
   configured = cfg.num_steps * per_step
+  if cfg.length == "flops":
+    configured = cfg.train_flops / per_token
   if cfg.length == "budget":
     least, most = cfg.least_epochs * unique_tokens, cfg.most_epochs * unique_tokens or math.inf
     configured = min(max(to_see, least), most)

@@ -11,13 +11,15 @@ import numpy as np
 from scipy.special import stdtrit
 
 from ats_jax.config.names import differences
+from ats_jax.report.columns import Column
 from ats_jax.report.facts import device_seconds
 from ats_jax.report.figures import Figure, Lines, Series, Table, is_wide, number, series
-from ats_jax.report.read import Column, RunRecord
+from ats_jax.report.read import RunRecord
 
 BY = {"steps": "steps", "tokens": "tokens", "flops": "FLOPs", "time": "hours of steps"}
 COVERAGE = 0.95  # of intervals over seeds
 LAST_SHARE = 0.05  # of the common length: the training loss at its end is a mean over it
+SAME_LENGTH = 0.05  # share by which the longest run may be longer, without a word of it
 POINTS = 300  # of the line of a group
 
 
@@ -131,12 +133,12 @@ def compare(groups: Sequence[Group], by: str, buckets: int) -> tuple[list[str], 
 
 def at_equal(groups: Sequence[Group], by: str) -> tuple[list[str], Table | None]:
   """The losses of all groups at the end of what they have in common."""
-  runs = [run for group in groups for run in group.runs]
-  ends = [x[-1] for run in runs if len(x := curve(run, "train/loss", by)[0])]
-  if len(ends) < len(runs):
+  ends = [[curve(run, "train/loss", by)[0][-1:] for run in group.runs] for group in groups]
+  if not all(len(x) for group in ends for x in group):
     return ["A run has no training loss yet, so there is nothing to compare."], None
-  end = min(ends)
-  shown = f"{end:,.4g} {BY[by]}" if by in ("flops", "time") else f"{end:,.0f} {BY[by]}"
+  end, longest = np.min(ends), np.max(ends)
+  amount = lambda value: f"{value:,.4g}" if by in ("flops", "time") else f"{value:,.0f}"
+  shown = f"{amount(end)} {BY[by]}"
   train = [[_last(run, by, end) for run in group.runs] for group in groups]
   valid = [[_evaluated(run, by, end) for run in group.runs] for group in groups]
   has_evaluations = all(math.isfinite(value) for values in valid for value in values)
@@ -148,7 +150,8 @@ def at_equal(groups: Sequence[Group], by: str) -> tuple[list[str], Table | None]
     against = "" if i == 0 else _interval_text(*difference(judged[0], judged[i]), "+.4f")
     rows.append(
       (group.name, len(group.runs), _interval_text(*interval(train[i])),
-       _interval_text(*interval(valid[i])) if has_evaluations else "", against, f"{hours:,.3g}")
+       _interval_text(*interval(valid[i])) if has_evaluations else "", against,
+       amount(np.mean(ends[i])), f"{hours:,.3g}")
     )  # fmt: skip
     if i:
       change, width = difference(judged[0], judged[i])
@@ -162,13 +165,18 @@ def at_equal(groups: Sequence[Group], by: str) -> tuple[list[str], Table | None]
         f"At {shown}, the {word} of {group.name} is {abs(change):.4f} {better} than that of "
         f"{groups[0].name}; {sure}."
       )
+  if longest > end * (1 + SAME_LENGTH):
+    said.append(
+      f"The longest run has {amount(longest)} {BY[by]} in all: where it is compared, its learning "
+      "rate may not have decayed yet."
+    )
   about = (
     f"At {shown}, the most that all runs have reached. Validation losses are interpolated between "
     f"evaluations; training losses are means over the last {LAST_SHARE:.0%} before. With several "
     f"seeds: mean and {COVERAGE:.0%} interval by Student's t; differences by Welch's test."
   )
   columns = ("runs", "#seeds", "#training loss", "#validation loss",
-             f"#{word} against the first", "#device hours")  # fmt: skip
+             f"#{word} against the first", f"#{BY[by]} in all", "#device hours")  # fmt: skip
   return said, Table(f"At equal {BY[by]}", about, columns, tuple(rows))
 
 

@@ -12,7 +12,8 @@ from ats_jax.orchestrator.record import ledger, narrate
 from ats_jax.orchestrator.record.influence import tell_bounded, tell_scale
 from ats_jax.orchestrator.record.ledger import LedgerLine
 from ats_jax.orchestrator.signals.health import LEVELS
-from ats_jax.report.read import Column, RunRecord
+from ats_jax.report.columns import Column
+from ats_jax.report.read import RunRecord
 from ats_jax.store.paths import Path
 
 ROWS_AROUND = 5  # rows of metrics before and after a decision whose means are compared
@@ -46,14 +47,16 @@ def events_of(run: RunRecord) -> list[Event]:
     ValueError: if a line of the ledger cannot be read; names it.
   """
   found: list[Event] = []
-  level = LEVELS[0]
+  level, began = LEVELS[0], {again.last: again.since for again in run.again}
   together = lambda row: (row["kind"], row["step"], row.get("reason", row.number))
   for _, group in itertools.groupby(run.ledger, key=together):
     rows = list(group)
     with ledger.reading(Path(run.name) / workdir.DECISIONS, rows[0].number):
       if rows[0]["kind"] == "decision":
-        is_won = found and found[-1].kind == "compared" and found[-1].step == rows[0]["step"]
-        found.append(_decision(run, rows, found.pop().what if is_won else ""))
+        step: int = rows[0]["step"]
+        is_won = found and found[-1].kind == "compared" and found[-1].step == step
+        said = found.pop().what if is_won else ""
+        found.append(_decision(run, rows, said, began.get(step, step)))
         continue
       if rows[0]["kind"] == "check":
         now = rows[0]["health"]["level"]
@@ -84,7 +87,7 @@ def _event(row: LedgerLine) -> Event:
       return Event(step, "other", narrate.event(row))
 
 
-def _decision(run: RunRecord, rows: Sequence[LedgerLine], compared: str) -> Event:
+def _decision(run: RunRecord, rows: Sequence[LedgerLine], compared: str, since: int) -> Event:
   first = rows[0]
   applied = all(row["applied"] for row in rows)
   advice = [row["fields"]["advice"] for row in rows if row["fields"].get("advice")]
@@ -94,7 +97,7 @@ def _decision(run: RunRecord, rows: Sequence[LedgerLine], compared: str) -> Even
     "; ".join(map(narrate.deed, rows)),
     narrate.because(first),
     " ".join(filter(None, [compared, *(f"What to do: {text}" for text in advice)])),
-    " ".join(_before_and_after(run, first["step"])) if applied else "",
+    " ".join(_before_and_after(run, since)) if applied else "",
   )
 
 

@@ -8,7 +8,7 @@ from ats_jax.config import Config
 from ats_jax.config.names import differences, flatten
 from ats_jax.metrics.progress import duration
 from ats_jax.report.events import Event
-from ats_jax.report.figures import Table, Texts
+from ats_jax.report.figures import Table, Texts, number
 from ats_jax.report.read import RunRecord, started
 
 MOST_EVENTS = 200  # rows of the table of events; all decisions are among them
@@ -25,8 +25,8 @@ def facts_of(run: RunRecord, preset: Mapping[str, Any] | None, preset_name: str)
     preset: flat settings that its own are compared with; None = the program's defaults.
     preset_name: what those are called.
   """
-  tables = [budget(run), data(run), settings(run, preset, preset_name), environment(run)]
-  return [one for one in tables if one is not None]
+  known = [budget(run), data(run), *parts_of_data(run), settings(run, preset, preset_name)]
+  return [one for one in (*known, environment(run), kernels(run)) if one is not None]
 
 
 def device_seconds(run: RunRecord) -> tuple[float, str]:
@@ -91,8 +91,47 @@ def data(run: RunRecord) -> Table | None:
       rows.append((f"data.{name}", str(value)))
   if not rows:
     return None
-  about = "What was read and left out. `ats-jax data report` shows the text itself."
+  about = "Where it is from. `ats-jax data report` shows the text itself."
   return Table("Data", about, ("from", "fact"), tuple(rows))
+
+
+def parts_of_data(run: RunRecord) -> list[Table]:
+  """What is in the rows of each split and source: sizes, what was left out, lengths."""
+  if not run.data:
+    return []
+  ends = ("least", "10%", "median", "90%", "greatest")
+  rows, left_out, sizes = [], [], []
+  for part in run.data:
+    name = part["name"] + ("" if part["is_complete"] else ", its first window")
+    of_bytes = number(part["bytes_per_token"]) if part["bytes_per_token"] else ""
+    lengths = ", ".join(f"{part['lengths'][word]:,}" for word in ends if "lengths" in part)
+    rows.append(
+      (name, part["documents"], part["tokens"], part["rows"], part["seq_len"], of_bytes,
+       part["ids_used"], lengths)
+    )  # fmt: skip
+    left_out += [(name, reason, count) for reason, count in part["left_out"].items()]
+    left_out += [(name, f"for example {line}", "") for line in part["first"]]
+    for power, count in part.get("by_size", {}).items():
+      low = 2 ** int(power)
+      share = number(count / part["documents"])
+      sizes.append((name, f"{low:,} to {2 * low - 1:,}", count, share))
+  about = "As the run began. Targets are tokens, with one end for each document."
+  columns = ("part", "#documents", "#targets", "#rows", "#positions of a row", "#bytes a target",
+             "#ids in the text", f"tokens of a document: {', '.join(ends)}")  # fmt: skip
+  found = [Table("What the run reads", about, columns, tuple(rows))]
+  if left_out:
+    about = "Records that hold no document, documents that filters drop, and the first of them."
+    # Splits of one text have its counts in common.
+    kept = dict.fromkeys((what, count) for _, what, count in left_out)
+    names = {each: {name for name, *rest in left_out if tuple(rest) == each} for each in kept}
+    found.append(
+      Table("Left out of the text", about, ("part", "what", "#count"),
+            tuple((", ".join(sorted(names[each])), *each) for each in kept))
+    )  # fmt: skip
+  if sizes:
+    columns = ("part", "tokens of a document", "#documents", "#share")
+    found.append(Table("Lengths of documents", "", columns, tuple(sizes), share="#share"))
+  return found
 
 
 def settings(run: RunRecord, preset: Mapping[str, Any] | None, preset_name: str) -> Table:
@@ -108,7 +147,7 @@ def settings(run: RunRecord, preset: Mapping[str, Any] | None, preset_name: str)
 
 
 def environment(run: RunRecord) -> Table | None:
-  """Versions, devices and kernels."""
+  """Versions and devices."""
   known = run.metadata
   if not known:
     return None
@@ -125,10 +164,21 @@ def environment(run: RunRecord) -> Table | None:
   if git:
     rows.append(("commit", git["commit"] + (", and changes" if git.get("dirty") else "")))
   rows += [(f"variable {name}", str(value)) for name, value in known.get("variables", {}).items()]
-  rows += [
-    (f"kernel of {op}", str(name)) for op, name in run.performance.get("kernels", {}).items()
-  ]
   return Table("Environment", "Of the newest start.", ("what", "value"), tuple(rows))
+
+
+def kernels(run: RunRecord) -> Table | None:
+  """Which implementation of each op ran, and why."""
+  chosen = run.performance.get("kernels", {})
+  if not chosen:
+    return None
+  facts = run.metadata.get("run", {})
+  said = lambda op, name: str(facts.get(op, "")).removeprefix(f"{name} (").removesuffix(")")
+  why = {op: said(op, name) for op, name in chosen.items()}
+  fallbacks = sum(reason.startswith("reference") for reason in why.values())
+  about = f"{fallbacks} of {len(chosen)} ops fall back to what XLA makes of their definition."
+  rows = tuple((op, str(name), why[op]) for op, name in chosen.items())
+  return Table("Kernels", about, ("op", "implementation", "why"), rows)
 
 
 def events_table(events: Sequence[Event]) -> Table | None:

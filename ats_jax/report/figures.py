@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ats_jax.report.read import Column
+from ats_jax.report.columns import Column
 from ats_jax.report.thin import kept
 
 LOG_RATIO = 50.0  # greatest over median value from which on an axis is logarithmic
@@ -23,6 +23,7 @@ class Series(NamedTuple):
     low: lower ends of an interval about `y`; () = there is none.
     high: upper ends of it.
     marked: whether each point is marked, as it is one of few.
+    level: whether it is one value, drawn across the whole plot.
     facts: of all values before any was left out: count, first, last, least, greatest, nonfinite.
   """
 
@@ -32,6 +33,7 @@ class Series(NamedTuple):
   low: tuple[float | None, ...] = ()
   high: tuple[float | None, ...] = ()
   marked: bool = False
+  level: bool = False
   facts: Mapping[str, Any] = {}
 
 

@@ -31,7 +31,7 @@
   function seriesOf(figure) {
     const tables = [], series = [{label: figure.x_name, value: (_, v) => big(v)}], bands = [];
     figure.series.forEach((one, i) => {
-      const stroke = color("c" + (i % 6)), few = one.marked || one.x.length < 40;
+      const stroke = color("c" + (i % 6)), few = one.marked || (one.x.length < 40 && !one.level);
       tables.push(one.low.length ? [one.x, one.y, one.low, one.high] : [one.x, one.y]);
       series.push({
         label: one.name, stroke, width: 2, dash: DASHES[Math.floor(i / 6) || (i % 6)],

@@ -134,7 +134,8 @@ def tiles(run: RunReport) -> list[tuple[str, str]]:
     if isinstance(figure, Lines) and figure.title == "Loss":
       for one in figure.series:
         if "last" in one.facts:
-          found.append((f"{one.facts['last'][1]:.4g}", f"last {one.name} loss"))
+          which = "" if one.level else "last "
+          found.append((f"{one.facts['last'][1]:.4g}", f"{which}{one.name} loss"))
       found.append((f"{figure.series[0].x[-1]:,.0f}", "last step of a row"))
   applied = sum(event.kind == "done" for event in run.events)
   return [*found, (str(applied), "times the orchestrator acted")] if run.events else found

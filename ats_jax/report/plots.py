@@ -1,115 +1,20 @@
 """The figures of one run: which metrics are shown together, and where its time went."""
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import numpy as np
 
 from ats_jax.metrics.progress import PHASES
+from ats_jax.report.columns import Column
 from ats_jax.report.events import Event
 from ats_jax.report.figures import Figure, Lines, Table, is_wide, number, series
 from ats_jax.report.maps import heat_maps
 from ats_jax.report.read import RunRecord
+from ats_jax.report.shown import NATS, PLOTS, Plot
 
 BUCKETS = 400  # parts of a series, each with its least and its greatest value; shared by the runs
 LEAST_BUCKETS = 30
 MOST_COLUMNS = 120  # of a map by step; shared alike
-
-
-class Plot(NamedTuple):
-  """Metrics that are one figure.
-
-  Attributes:
-    title: of the figure.
-    about: what it shows and what to look for.
-    unit: of the values.
-    names: name of a metric -> name of its line.
-    marks: whether decisions and resumed starts are marked.
-    shades: whether phases of the learning rate are shaded.
-    log: whether the axis may be logarithmic.
-  """
-
-  title: str
-  about: str
-  unit: str
-  names: Mapping[str, str]
-  marks: bool = False
-  shades: bool = False
-  log: bool = False
-
-
-NATS = "nats a token"
-PLOTS = (
-  Plot(
-    "Loss",
-    "Cross-entropy. Shaded are phases of the learning rate; vertical lines are decisions of the "
-    "orchestrator and resumed starts.",
-    NATS,
-    {"train/loss": "training", "eval/loss": "validation"},
-    marks=True,
-    shades=True,
-    log=True,
-  ),
-  Plot(
-    "Learning rate",
-    "What multiplied the update, and what the schedule alone would have.",
-    "",
-    {"train/learning_rate": "applied", "train/scheduled_rate": "scheduled"},
-    marks=True,
-    shades=True,
-  ),
-  Plot(
-    "Norms of gradient and update",
-    "Global norms: of the gradient before clipping, and of the change to the weights.",
-    "",
-    {"train/grad_norm": "gradient", "train/update_norm": "update"},
-    marks=True,
-    log=True,
-  ),
-  Plot("Norm of the weights", "Global norm after the update.", "", {"train/param_norm": "weights"}),
-  Plot(
-    "Reflex",
-    "How far loss and gradients were from what is usual, in standard deviations.",
-    "sigmas",
-    {"reflex/z_loss": "loss", "reflex/z_grad": "largest of all gradients"},
-    marks=True,
-  ),
-  Plot(
-    "What the reflex did",
-    "Factors on gradients and rate: 1 where nothing was limited. Left out is 1 for an update that "
-    "was not made.",
-    "",
-    {
-      "reflex/grad_scale": "factor on gradients",
-      "reflex/rate_scale": "factor on the rate",
-      "reflex/skipped": "left out",
-    },
-  ),
-  Plot(
-    "Speed",
-    "All devices together, without compilation, evaluations and checkpoints.",
-    "tokens/s",
-    {"train/tokens_per_sec": "tokens/s"},
-  ),
-  Plot(
-    "Utilisation",
-    "Model FLOP/s as a share of the devices' peak.",
-    "share",
-    {"train/mfu": "MFU", "train/mfu_6n": "by 6N + 12LdS"},
-  ),
-  Plot(
-    "Memory",
-    "Of the fullest device, and of the main process.",
-    "GiB",
-    {
-      "memory/device_in_use_gib": "device, in use",
-      "memory/device_peak_gib": "device, most so far",
-      "memory/device_reserved_gib": "device, reserved",
-      "memory/device_limit_gib": "device, limit",
-      "memory/host_rss_gib": "host process",
-    },
-  ),
-)
 
 
 def figures_of(run: RunRecord, events: Sequence[Event], buckets: int = BUCKETS) -> list[Figure]:
@@ -121,6 +26,7 @@ def figures_of(run: RunRecord, events: Sequence[Event], buckets: int = BUCKETS) 
     *plots,
     goodput(run),
     step_times(run),
+    *profiles(run),
     *heat_maps(run, max(1, MOST_COLUMNS * buckets // BUCKETS)),
   ]
   return [one for one in found if one is not None]
@@ -135,6 +41,15 @@ def _lines(run: RunRecord, plot: Plot, marks: tuple[int, ...], buckets: int) -> 
   )
   if not found:
     return None
+  places = [x for one in found for x in (one.x[0], one.x[-1])]
+  ends = sorted({min(places), max(places)})
+  found += tuple(
+    series(words, Column.of(ends, column.values[-1:].repeat(len(ends))), buckets)._replace(
+      level=True
+    )
+    for name, words in plot.levels.items()
+    if len((column := run.column(name)).values)
+  )
   return Lines(
     plot.title,
     plot.about,
@@ -216,3 +131,34 @@ def step_times(run: RunRecord) -> Table | None:
     return None
   return Table("A step", "Means of logging intervals, in the newest start that ended.",
                ("step", "#milliseconds"), tuple(rows))  # fmt: skip
+
+
+def profiles(run: RunRecord) -> list[Table]:
+  """What the profiler saw: the longest kernels of the newest trace, and the devices in each."""
+  if not run.profiles:
+    return []
+  newest = run.profiles[-1]
+  words = lambda one: f"{one['step']:,} to {one['step'] + one['steps'] - 1:,}"
+  left = newest["num_kernels"] - len(newest["kernels"])
+  about = (
+    f"Of steps {words(newest)}; shares are of the time of all kernels, on all devices of the first "
+    f"process{f', and {left:,} shorter ones are left out' if left else ''}. "
+    "TensorBoard and ui.perfetto.dev show the trace."
+  )
+  rows = tuple(
+    (kernel["name"], kernel["calls"], number(1e3 * kernel["secs"]), number(kernel["share"]))
+    for kernel in newest["kernels"]
+  )
+  columns = ("kernel", "#calls", "#milliseconds", "#share")
+  found = [Table("Longest kernels", about, columns, rows, share="#share")]
+  percent = lambda secs, span: f"{secs / span['secs']:.1%}"
+  rows = tuple(
+    (words(one), span["gpu"], number(1e3 * span["secs"]), percent(span["idle"], span),
+     percent(span["sending"], span), percent(span["exposed"], span))
+    for one in run.profiles for span in one["devices"]
+  )  # fmt: skip
+  if rows:
+    about = "Idle: nothing ran. Exposed: collectives ran with nothing beside them."
+    columns = ("steps", "device", "#milliseconds", "#idle", "#collectives", "#exposed collectives")
+    found.append(Table("Devices in traces", about, columns, rows))
+  return found

@@ -2,42 +2,27 @@
 
 import dataclasses
 import datetime
-import itertools
 import re
-from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ats_jax.checkpoint import workdir
-from ats_jax.metrics.rows import jsonl_rows
+from ats_jax.metrics.profiler import SUMMARY
 from ats_jax.orchestrator.record.ledger import LedgerLine, read_lines, reading
+from ats_jax.report.again import Again, as_continued, made_again
+from ats_jax.report.columns import EMPTY, Column, read_rows
+from ats_jax.report.shown import is_shown
 from ats_jax.store import lease, paths
 from ats_jax.store.paths import Path
 from ats_jax.store.secrets import masked, masked_values
 
 METRICS, LOG, SAMPLES, ANSWERS = "metrics.jsonl", "log.txt", "samples", "answers.json"
 MOST_LAYER_ROWS = 240  # rows of layers.jsonl that are read, evenly spaced
-BATCH = 4096  # rows that are held at once
 MOST_TEXTS, MOST_CHARACTERS = 20, 2000  # samples of a run, and characters of each
 _FAILED = re.compile(r"^\S+ \S+ ERROR +the run ended: (.*)$")
 _STARTS = re.compile(r"^\S+ \S+ INFO +devices: ")
-
-
-class Column(NamedTuple):
-  """A metric: the steps at which it was written, and its values there."""
-
-  steps: np.ndarray
-  values: np.ndarray
-
-  @classmethod
-  def of(cls, steps: Any, values: Any) -> "Column":
-    """The same of any sequences."""
-    return cls(np.asarray(steps, np.int64), np.asarray(values, np.float64))
-
-
-EMPTY = Column.of((), ())
 
 
 class State(NamedTuple):
@@ -60,6 +45,8 @@ class RunRecord:
     name: its folder, as the user wrote it.
     settings: its settings by dotted name, without credentials.
     metadata: of `metadata.json`; {} = it was not written yet.
+    data: parts of what it reads, of `data.json`; [] = it was not written.
+    profiles: what each profiler trace came to, by its first step (`metrics.profiler.summary`).
     performance: of `performance.json`, of the newest start that ended; {} = there was none.
     columns: each metric by name, and "wall_time" of all rows.
     samples: (step, text) of what the run generated, the newest last.
@@ -67,6 +54,7 @@ class RunRecord:
     layers: arrays of sparse layers by name: steps [rows], values [rows, ...].
     layer_rows: rows of `layers.jsonl` beside those that were read.
     ledger: the lines of the orchestrator that count.
+    again: steps that were made again, of which columns and layers have what the run continued with.
     log: lines of the log of the first process.
     state: how the run stands.
   """
@@ -74,6 +62,8 @@ class RunRecord:
   name: str
   settings: dict[str, Any]
   metadata: dict[str, Any]
+  data: list[dict[str, Any]]
+  profiles: list[dict[str, Any]]
   performance: dict[str, Any]
   columns: Mapping[str, Column]
   samples: list[tuple[int, str]]
@@ -81,6 +71,7 @@ class RunRecord:
   layers: Mapping[str, Column]
   layer_rows: int
   ledger: list[LedgerLine]
+  again: list[Again]
   log: list[str]
   state: State
 
@@ -128,60 +119,29 @@ def read_run(text: str) -> RunRecord:
   settings = masked_values(workdir.stored_settings(folder))
   metadata = masked_values(_json(folder / workdir.METADATA, dict))
   path = folder / METRICS
-  columns, texts = read_rows(path) if path.exists() else ({}, [])
+  columns, texts = read_rows(path, is_shown) if path.exists() else ({}, [])
   layers, layer_rows = _layers(folder / workdir.LAYERS)
   decisions = folder / workdir.DECISIONS
   ledger = read_lines(decisions) if decisions.exists() else []
+  again = made_again(folder, ledger)
   log = _lines(folder / LOG)
   return RunRecord(
     name=masked(text.rstrip("/")),
     settings=settings,
     metadata=metadata,
+    data=masked_values(_json(folder / workdir.DATA, dict)).get("parts", []),
+    profiles=_profiles(folder / workdir.PROFILES),
     performance=_json(folder / workdir.PERFORMANCE, dict),
-    columns=columns | _probed(decisions, ledger),
+    columns=as_continued(columns, again) | _probed(decisions, ledger),
     samples=_samples(folder / SAMPLES, texts),
     answers=_json(folder / SAMPLES / ANSWERS, list),
-    layers=layers,
+    layers=as_continued(layers, again),
     layer_rows=layer_rows,
     ledger=ledger,
+    again=again,
     log=log,
     state=_state(settings, metadata, columns, log, is_live=lease.is_held(folder / workdir.LOCK)),
   )
-
-
-def read_rows(path: Path) -> tuple[dict[str, Column], list[tuple[int, str, str]]]:
-  """The metrics of a metrics.jsonl by name, and its texts as (step, name, text).
-
-  Raises:
-    ValueError: a line is not a row of metrics; names the line.
-  """
-  found: dict[str, tuple[array, array]] = {}
-  texts: list[tuple[int, str, str]] = []
-  rows = (row for _, row in jsonl_rows(path))
-  for batch in itertools.batched(rows, BATCH):
-    for names, group in itertools.groupby(batch, key=tuple):  # most rows have the same names
-      columns = dict(zip(names, zip(*(row.values() for row in group), strict=True), strict=True))
-      steps, odd = columns.pop("step"), columns.pop("nonfinite", None)
-      for name, given in columns.items():
-        values: Sequence[Any] = given
-        if odd is not None:
-          values = [
-            float(of[name]) if value is None and name in of else value
-            for value, of in zip(given, odd, strict=True)
-          ]
-        own = steps
-        try:
-          numbers = array("d", list(values))
-        except TypeError:  # there are texts among them
-          both = list(zip(steps, values, strict=True))
-          texts += [(step, name, value) for step, value in both if isinstance(value, str)]
-          both = [each for each in both if isinstance(each[1], int | float)]
-          own, numbers = [step for step, _ in both], array("d", [value for _, value in both])
-        if numbers:
-          known = found.setdefault(name, (array("q"), array("d")))
-          known[0].extend(own)
-          known[1].extend(numbers)
-  return {name: Column.of(*column) for name, column in found.items()}, texts
 
 
 def _probed(path: Path, ledger: list[LedgerLine]) -> dict[str, Column]:
@@ -253,6 +213,11 @@ def _samples(folder: Path, texts: list[tuple[int, str, str]]) -> list[tuple[int,
       found.setdefault(int(path.stem), paths.read(path).decode("utf-8", "replace"))
   cut = lambda text: text if len(text) <= MOST_CHARACTERS else text[:MOST_CHARACTERS] + " [...]"
   return [(step, cut(text)) for step, text in sorted(found.items())][-MOST_TEXTS:]
+
+
+def _profiles(folder: Path) -> list[dict[str, Any]]:
+  found = [_json(path, dict) for path in folder.glob(f"*/{SUMMARY}")] if folder.exists() else []
+  return sorted(found, key=lambda one: one["step"])
 
 
 def _state(

@@ -5,9 +5,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from ats_jax.metrics.progress import duration
+from ats_jax.report.columns import Column
 from ats_jax.report.events import Event
 from ats_jax.report.facts import device_hours
-from ats_jax.report.read import Column, RunRecord
+from ats_jax.report.read import RunRecord
 
 
 def verdict(run: RunRecord, events: Sequence[Event], num_changed: int, preset: str) -> list[str]:
@@ -23,6 +24,7 @@ def verdict(run: RunRecord, events: Sequence[Event], num_changed: int, preset: s
     run.state.says,
     *_losses(run),
     *_orchestrator(run, events),
+    *(one.in_words() for one in run.again),
     *_time(run),
     f"{num_changed} settings differ from {preset}.",
   ]
@@ -46,6 +48,14 @@ def _losses(run: RunRecord) -> Iterator[str]:
       yield (
         f"The best evaluation has loss {best:.4g} at step {at:,}; the last one has {last:.4g} at "
         f"step {to:,}, {last - best:+.4g}."
+      )
+    simple = run.column("eval/bigram_loss")
+    if len(simple.values):
+      bigrams, unigrams = float(simple.values[-1]), run.column("eval/unigram_loss").values[-1]
+      word = "below" if last < bigrams else "NOT below"
+      yield (
+        f"The last validation loss, {last:.4g}, is {word} that of a bigram model of the same "
+        f"tokens, {bigrams:.4g}; single tokens by their frequency have {unigrams:.4g}."
       )
   else:
     yield "It has no evaluation."

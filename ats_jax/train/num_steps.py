@@ -1,4 +1,4 @@
-"""The number of steps of a run whose config counts epochs, phases or a budget."""
+"""The number of steps of a run whose config counts epochs, phases, FLOPs or a budget."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -31,11 +31,16 @@ def with_num_steps(
   if cfg.length == "phases":
     return count_epochs(cfg, 1.0, info.scheduled_rows, done), "the lengths of data.phases"
   epochs, why = cfg.num_epochs, f"num_epochs={cfg.num_epochs}"
-  if cfg.length == "budget":
+  if cfg.length in ("budget", "flops"):
     from ats_jax.planner.budget import budget, budget_reason  # here: other runs need no planner
 
     sized = resolve(cfg, info.tokenizer.vocab_size)
     plan = budget(sized, unique_tokens=info.num_tokens)
+    if cfg.length == "flops":
+      rows = plan["budget"]["tokens"] / cfg.data.seq_len
+      per_token = plan["model"]["flops_per_token"]
+      why = f"train_flops={cfg.train_flops:g}, {per_token:.4g} a token"
+      return count_epochs(cfg, rows, 1, done), why
     bounds = f"least_epochs={cfg.least_epochs:g}, most_epochs={cfg.most_epochs:g}"
     epochs, why = plan["budget"]["epochs"], f"{budget_reason(plan)}; {bounds}"
   return count_epochs(cfg, epochs, info.num_rows, done), why

@@ -153,6 +153,8 @@ def open_run(
       state = restored_or_new(program, origin, initial, train_set)
     if jax.process_index() == 0:
       save_tokenizer(train_set.info.tokenizer, folder / workdir.TOKENIZER)
+      if origin.restore is None:
+        report.keep_data_facts(folder, train_set, valid_set)
       if initial is not None and origin.restore is None:
         initial.keep_companions(folder)
     first_row = batches.position()["row"]
@@ -167,7 +169,11 @@ def open_run(
     log = open_log(
       stack, program, folder, origin, meter, writer, progress, train_set, watchdog, course
     )
-    profile = enter(ProfileWindow(cfg.log.profile_step, PROFILED_STEPS, folder / "profile"))
+    profile = enter(
+      ProfileWindow(
+        cfg.log.profile_step, PROFILED_STEPS, folder / workdir.PROFILES, cfg.log.profile_every
+      )
+    )
     run = Run(
       program=program,
       folder=folder,

@@ -12,6 +12,7 @@ from ats_jax.cluster import runtime
 from ats_jax.config.names import to_dict
 from ats_jax.config.schema import Config
 from ats_jax.data.rows.contract import Rows, TrainRows
+from ats_jax.data.rows.facts import facts_of
 from ats_jax.metrics.environment import environment
 from ats_jax.metrics.memory import GIB, memory_metrics
 from ats_jax.metrics.peaks import describe_peak
@@ -90,6 +91,12 @@ def opening(
     logging.info("resuming %s from step %d of %d", folder, start, cfg.num_steps)
 
 
+def keep_data_facts(folder: Path, train_set: Rows, valid_set: Rows) -> None:
+  """Store what the run reads; its text may be gone when somebody asks."""
+  parts = [*facts_of(train_set, "training"), *facts_of(valid_set, "validation")]
+  workdir.write_json(folder / workdir.DATA, {"parts": parts})
+
+
 def say_obstacle(cfg: Config) -> None:
   """Log what keeps a model with experts from a published family, before it is trained."""
   from ats_jax.bridge.export import obstacle  # here: a dense run does without
@@ -136,17 +143,21 @@ def say_unused_rows(cfg: Config, train_set: TrainRows, parameters: int) -> None:
   logging.warning("%s. For a new run: %s.", text, fix)
 
 
-def scores(cfg: Config, train_set: TrainRows, valid_set: Rows, metrics: dict[str, float]) -> None:
-  """Log validation scores, beside a bigram model's loss if asked (`eval.bigram_baseline`)."""
+def scores(
+  cfg: Config, train_set: TrainRows, valid_set: Rows, metrics: dict[str, float]
+) -> dict[str, float]:
+  """Log validation scores; return the losses of baselines if asked (`eval.bigram_baseline`)."""
   shown = {name[5:]: shorten(v) for name, v in metrics.items() if "/layer_routed/" not in name}
   logging.info("validation: %s", ", ".join(f"{name} {value}" for name, value in shown.items()))
   if cfg.eval.bigram_baseline and "eval/perplexity" in metrics and valid_set.info.num_rows:
-    baseline = bigram_baseline(cfg, train_set, valid_set)
-    word = "below" if metrics["eval/loss"] < baseline else "NOT below"
+    bigrams, unigrams = baselines(cfg, train_set, valid_set)
+    word = "below" if metrics["eval/loss"] < bigrams else "NOT below"
     logging.info(
       "validation loss %.4f is %s that of a Witten-Bell bigram model of the same tokens, %.4f",
-      metrics["eval/loss"], word, baseline,
+      metrics["eval/loss"], word, bigrams,
     )  # fmt: skip
+    return {"eval/bigram_loss": bigrams, "eval/unigram_loss": unigrams}
+  return {}
 
 
 def shorten(value: float) -> str:
@@ -154,14 +165,14 @@ def shorten(value: float) -> str:
   return f"{value:,.0f}" if value >= 1e4 else f"{value:.5g}"
 
 
-def bigram_baseline(cfg: Config, train_set: TrainRows, valid_set: Rows) -> float:
-  """Loss on the validation text of a bigram model of the rows trained on, each counted once."""
+def baselines(cfg: Config, train_set: TrainRows, valid_set: Rows) -> tuple[float, float]:
+  """Losses on the validation text by bigrams and unigrams of the rows trained on, each once."""
   from ats_jax.data.look.bigram import Bigram  # here: runs without this baseline need none
 
   steps = min(cfg.num_steps, -(-train_set.info.num_rows // cfg.data.batch_size))
   with train_feed(cfg, train_set) as train, eval_feed(cfg, valid_set) as valid:
     model = Bigram(itertools.islice(train, steps), train_set.info.tokenizer.vocab_size)
-    return model.loss(valid)
+    return model.losses(valid)
 
 
 def log_sample(program: Program, folder: Path, state: TrainState, train_set: TrainRows) -> str:

@@ -186,7 +186,8 @@ class Run:
         if self.scores is None:  # the run was complete before it began
           self.scores = score_all(self.program, self.state.weights, self.eval_sets, self.step)
         if self.scores:
-          report.scores(self.cfg, self.train_set, self.valid_set, self.scores)
+          found = report.scores(self.cfg, self.train_set, self.valid_set, self.scores)
+          self.writer.write_scalars(self.step, found)
         text = report.log_sample(self.program, self.folder, self.state, self.train_set)
         if text and not self._has_sample():
           self.writer.write_texts(self.step, {"sample": text})

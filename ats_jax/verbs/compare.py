@@ -1,16 +1,18 @@
-"""Train variants of a config with several seeds, at equal tokens or FLOPs, and report on them.
+"""Train variants of a config with several seeds at equal tokens, FLOPs or time, and report on them.
 
 ats-jax compare --config=debug:dense,moe,mod --seeds=3 --equal=flops --out=runs/compared
 
-The first variant is trained for its num_steps, the others for as many as cost the same. Each run is
-`ats-jax train` in a process of its own, one after the other; the same command goes on where one was
-stopped, and keeps what is complete. OUT/report.html compares them (see `ats-jax report`).
+The first variant is trained for its num_steps, the others for as many as cost the same. Time is
+that of steps alone: --equal=time measures the step of each with `ats-jax bench`, in turns, and
+keeps the result in OUT/step_secs.json. Each run is `ats-jax train` in a process of its own, one
+after the other; the same command goes on where one was stopped, and keeps what is complete.
+OUT/report.html compares them (see `ats-jax report`).
 """
 
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 from absl import flags, logging
@@ -31,7 +33,11 @@ from ats_jax.verbs import cli
 
 FLAGS = flags.FlagValues()
 CONFIG = cli.ConfigFlag(FLAGS)
-EQUAL = ("tokens", "flops")
+PROGRAM = (sys.executable, "-m", "ats_jax")
+EQUAL = ("tokens", "flops", "time")
+MEASURED = "step_secs.json"
+ROUNDS = 2  # measurements of each variant, of which the shorter one counts
+TIMED_STEPS = 20
 _SEEDS = flags.DEFINE_integer(
   "seeds", 3, "Runs of each variant, with seeds from that of the config on.", lower_bound=1,
   flag_values=FLAGS,
@@ -40,24 +46,60 @@ _EQUAL = flags.DEFINE_enum("equal", "tokens", EQUAL, "What runs have alike.", fl
 _OUT = flags.DEFINE_string("out", None, "Folder of the runs and the report.", flag_values=FLAGS)
 
 
-def num_steps(configs: Sequence[Config], equal: str) -> list[int]:
+def num_steps(configs: Sequence[Config], equal: str, step_secs: Sequence[float] = ()) -> list[int]:
   """Steps of each config that cost as much as the steps of the first.
+
+  Args:
+    configs: the variants.
+    equal: of `EQUAL`.
+    step_secs: seconds of a step of each, for "time".
 
   Raises:
     ValueError: if something else than `num_steps` decides how long one trains.
   """
-  costs = []
+  costs = list(step_secs)
   for cfg in configs:
     if cfg.counts_epochs:
       raise ValueError(
-        f"length={cfg.length} and num_epochs={cfg.num_epochs:g}: the text decides how long a "
-        "variant trains, which --equal decides here. Set length=given, num_epochs=0 and num_steps."
+        f"length={cfg.length} and num_epochs={cfg.num_epochs:g} decide how long a variant trains, "
+        "which --equal decides here. Set length=given, num_epochs=0 and num_steps."
       )
-    cost = float(cfg.data.batch_size * cfg.data.seq_len)
-    if equal == "flops":
-      cost *= describe(cfg)["flops_per_token"]["training"]
-    costs.append(cost)
+    if equal != "time":
+      per_token = describe(cfg)["flops_per_token"]["training"] if equal == "flops" else 1.0
+      costs.append(cfg.data.batch_size * cfg.data.seq_len * per_token)
   return [max(1, round(configs[0].num_steps * costs[0] / cost)) for cost in costs]
+
+
+def measured(out: paths.Path, commands: Mapping[str, list[str]]) -> list[float]:
+  """Seconds of a step of each variant; those of an earlier call with the same flags, if any.
+
+  Args:
+    out: folder that keeps them.
+    commands: flags of each variant, by its name.
+
+  Raises:
+    ValueError: if a step cannot be measured, or the file of an earlier call cannot be read.
+  """
+  path = out / MEASURED
+  if path.exists():
+    try:
+      known = paths.parse_json(paths.read(path))
+    except ValueError as error:
+      raise ValueError(f"{path} cannot be read: {error}. Remove it.") from error
+    if known["flags"] == commands:
+      return list(known["step_secs"].values())
+  out.mkdir(parents=True, exist_ok=True)
+  found: dict[str, float] = {}
+  for variant, words in [*commands.items()] * ROUNDS:
+    result = subprocess.run(
+      [*PROGRAM, "bench", f"--steps={TIMED_STEPS}", *words], stdout=subprocess.PIPE, check=False
+    )
+    if result.returncode:
+      raise ValueError(f"The step of {variant} cannot be measured. Use --equal=flops or tokens.")
+    secs = json.loads(result.stdout.splitlines()[-1])["queued_step_secs"]
+    found[variant] = min(secs, found.get(variant, secs))
+  paths.write(path, json.dumps({"flags": commands, "step_secs": found}) + "\n")
+  return list(found.values())
 
 
 def main(argv: list[str]) -> int:
@@ -76,15 +118,21 @@ def main(argv: list[str]) -> int:
     configs.append(build(CONFIG.applied(load_file(f"{file}:{variant}").to_dict())))
     check_given(configs[-1], CONFIG.given())
   given = {n: v for n, v in CONFIG.given().items() if n not in ("seed", "num_steps")}
+  words = [f"--config.{name}={value}" for name, value in given.items()]
+  commands = {variant: [f"--config={file}:{variant}", *words] for variant in variants}
+  secs = []
+  if _EQUAL.value == "time":
+    num_steps(configs, "tokens")  # a length that is refused is refused before anything is measured
+    secs = measured(out, commands)
   folders = []
-  for variant, cfg, steps in zip(variants, configs, num_steps(configs, _EQUAL.value), strict=True):
+  counts = num_steps(configs, _EQUAL.value, secs)
+  for (variant, words), cfg, steps in zip(commands.items(), configs, counts, strict=True):
     for seed in range(cfg.seed, cfg.seed + _SEEDS.value):
-      settings = given | {"seed": seed, "num_steps": steps}
       folders.append(out / f"{variant}-{seed}")
       logging.info("trains %s for %d steps", folders[-1], steps)
       code = subprocess.run(
-        [sys.executable, "-m", "ats_jax", "train", f"--config={file}:{variant}",
-         f"--workdir={folders[-1]}", *(f"--config.{n}={v}" for n, v in settings.items())],
+        [*PROGRAM, "train", *words, f"--workdir={folders[-1]}", f"--config.seed={seed}",
+         f"--config.num_steps={steps}"],
         check=False,
       ).returncode  # fmt: skip
       if code:

@@ -2,10 +2,12 @@
 
 import json
 import os
+import re
 import shutil
 
 import numpy as np
 import pytest
+import runs
 from commands import called, train_flags
 
 from ats_jax.data.tokens.tokenizer import ByteTokenizer
@@ -112,9 +114,15 @@ def test_one_file(tiny, tmp_path, repeats, validated):
   own = f"data.paths={book}", "data.validation_fraction=0.02", "eval.bigram_baseline=True"
   result = called("train", *train_flags(tmp_path / "run", *tiny, *own, "eval.every_steps=4"))
   assert result.code == 0, result.err
+  parts = json.loads((tmp_path / "run" / "data.json").read_text())["parts"]
+  assert [part["name"] for part in parts] == ["training", "validation"][: 1 + validated]
+  assert sum(part["tokens"] - part["documents"] for part in parts) == len(book.read_bytes())
   if validated:
     assert result.err.count("Held out for validation") == 1
-    assert "bigram model of the same tokens" in result.err
+    said = re.search(r"bigram model of the same tokens, ([\d.]+)", result.err)
+    (row,) = [r for r in runs.rows(tmp_path / "run") if "eval/bigram_loss" in r]
+    assert said and float(said[1]) == pytest.approx(row["eval/bigram_loss"], abs=1e-4)
+    assert 0 < row["eval/bigram_loss"] < row["eval/unigram_loss"]
   else:
     assert result.err.count("Too little text to hold any of it out for validation") == 1
     assert "eval/loss" not in (tmp_path / "run" / "metrics.jsonl").read_text()

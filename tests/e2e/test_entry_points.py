@@ -96,11 +96,13 @@ class TestTrainedRun:
     assert list(trained.glob("events.out.tfevents.*"))
     assert (trained / "samples" / "40.txt").read_text().startswith("def")
     assert {p.name.split(".")[0] for p in trained.iterdir() if p.name != ".lock"} == {
-      "config", "metadata", "tokenizer", "checkpoints", "events", "metrics", "samples", "profile",
-      "performance", "run_id", "log",
+      "config", "data", "metadata", "tokenizer", "checkpoints", "events", "metrics", "samples",
+      "profile", "performance", "run_id", "log",
     }  # fmt: skip
     (trace,) = (trained / "profile").rglob("*.xplane.pb")
     assert b"train_step" in trace.read_bytes()
+    facts = json.loads((trained / "profile" / "30" / "summary.json").read_text())
+    assert facts["num_kernels"] > 10 and facts["kernels"][0]["calls"] >= facts["steps"] == 3
 
   def test_report(self, trained, tmp_path):
     """By the command that the log ends with."""
@@ -185,9 +187,9 @@ class TestTrainedRun:
 
 
 @pytest.mark.thorough
-@pytest.mark.thorough
-def test_variants_are_compared_at_equal_flops(tiny, tmp_path):
-  """The second is twice as wide: it gets fewer steps. The same command again trains nothing."""
+@pytest.mark.parametrize("equal", ["flops", "time"])
+def test_variants_are_compared_at_equal_cost(tiny, tmp_path, equal):
+  """The second is far wider: it gets fewer steps. The same command again trains nothing."""
   config = tmp_path / "widths.py"
   config.write_text(
     "from ats_jax.config import base_config\n"
@@ -197,7 +199,12 @@ def test_variants_are_compared_at_equal_flops(tiny, tmp_path):
     "  return config\n"
   )
   settings = [f"--config.{name}" for name in tiny if not name.startswith("model.d_ff")]
-  flags = (f"--config={config}:32,640", "--seeds=1", "--equal=flops", f"--out={tmp_path / 'out'}")
+  flags = (
+    f"--config={config}:32,640",
+    "--seeds=1",
+    f"--equal={equal}",
+    f"--out={tmp_path / 'out'}",
+  )
   for _ in range(2):
     result = called("compare", *flags, *settings, "--config.num_steps=8")
     assert result.code == 0, result.err
@@ -205,7 +212,11 @@ def test_variants_are_compared_at_equal_flops(tiny, tmp_path):
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert [run["state"] for run in report["runs"]] == ["finished", "finished"]
     steps = [workdir.load_config(tmp_path / "out" / name).num_steps for name in ("32-0", "640-0")]
-    assert steps[0] == 8 and steps[1] < 8
+    if equal == "flops":
+      assert steps[0] == 8 and steps[1] < 8
+    else:  # as its first call measured
+      secs = json.loads((tmp_path / "out" / "step_secs.json").read_text())["step_secs"]
+      assert steps == [8, max(1, round(8 * secs["32"] / secs["640"]))]
 
 
 def test_ctrl_c(tiny, tmp_path):

@@ -75,9 +75,9 @@ class Config:
   length: str = setting(
     "given",
     "what says when to end: 'given' = num_steps or num_epochs; 'budget' = the tokens with which "
-    "`plan budget` finds this model compute-optimal on this text, between the next two; 'phases' = "
-    "the lengths in data.phases",
-    choices=("given", "budget", "phases"),
+    "`plan budget` finds this model compute-optimal on this text, between the next two; 'flops' = "
+    "train_flops; 'phases' = the lengths in data.phases",
+    choices=("given", "budget", "flops", "phases"),
     resume="free",
   )
   least_epochs: float = setting(
@@ -93,6 +93,13 @@ class Config:
     low=0.0,
     resume="free",
     needs=when("length", "budget"),
+  )
+  train_flops: float = setting(
+    0.0,
+    "FLOPs of the whole training, as `plan` counts them for rows of data.seq_len tokens",
+    low=0.0,
+    resume="free",
+    needs=when("length", "flops"),
   )
   compilation_cache: str = setting(
     "auto",
@@ -166,3 +173,5 @@ class Config:
       rules.at_most(self, "least_epochs", "most_epochs", advice)
       if not self.most_epochs:
         raise ValueError("most_epochs=0 trains nothing: use a positive number of passes, e.g. 4.")
+    if self.length == "flops" and not self.train_flops:
+      raise ValueError("length=flops needs train_flops, e.g. train_flops=1e18.")

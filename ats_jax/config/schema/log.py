@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from ats_jax import extensions
-from ats_jax.config.schema.setting import Condition, setting
+from ats_jax.config.schema.setting import Condition, setting, when
 
 _OF_FILES = {"console", "jsonl", "csv", "tensorboard", "clu"}
 # What of `writers` puts a run in a project: services, and whatever is registered by extensions.
@@ -44,6 +44,13 @@ class LogConfig:
     "write a profiler trace of 3 steps from here to workdir/profile; 0 = none",
     low=0,
     resume="free",
+  )
+  profile_every: int = setting(
+    0,
+    "steps from the begin of a trace to that of the next one; 0 = there is one",
+    low=0,
+    resume="free",
+    needs=when("log.profile_step"),
   )
 
   def check(self, cfg: Any) -> None:

@@ -63,7 +63,7 @@ class Streaming(Reading):
         "Name text to validate on in data.validation_paths, or set data.validation_fraction=0."
       )
       raise ValueError(message.format(what, advice))
-    if cfg.counts_epochs:
+    if cfg.counts_epochs and cfg.length != "flops":
       what = f"num_epochs={cfg.num_epochs:g}" if cfg.num_epochs else f"length={cfg.length}"
       raise ValueError(message.format(what, "Say how long the run is with num_steps."))
     if cfg.eval.bigram_baseline:

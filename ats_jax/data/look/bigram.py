@@ -38,20 +38,22 @@ class Bigram:
     types = np.count_nonzero(unigram)
     self._unigram = (unigram + types / vocab_size) / (unigram.sum() + types)
 
-  def loss(self, rows: Batches) -> float:
-    """Mean cross-entropy of the counted targets of `rows`, nats per token.
+  def losses(self, rows: Batches) -> tuple[float, float]:
+    """Mean cross-entropy of the counted targets of `rows` by bigrams and by unigrams, nats a token.
 
     Raises:
       ValueError: if no target counts.
     """
-    total, tokens = 0.0, 0
+    total, by_unigrams, tokens = 0.0, 0.0, 0
     for batch in rows:
       pairs = _pairs(batch, self._vocab)
-      total -= np.log(self.probability(*np.divmod(pairs, self._vocab))).sum()
+      context, target = np.divmod(pairs, self._vocab)
+      total -= np.log(self.probability(context, target)).sum()
+      by_unigrams -= np.log(self._unigram[target]).sum()
       tokens += len(pairs)
     if not tokens:
       raise ValueError("bigram baseline: there are no tokens to evaluate on.")
-    return float(total / tokens)
+    return float(total / tokens), float(by_unigrams / tokens)
 
   def probability(self, context: np.ndarray, target: np.ndarray) -> np.ndarray:
     """P(target | context) for two integer arrays of one shape."""

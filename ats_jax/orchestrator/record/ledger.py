@@ -7,7 +7,8 @@ One JSON object a line, each with "v" (version of the format), "kind" and "step"
   check        a look: the reading, the health report, what a hook asks for, evaluations
   bounded      steps of an interval that were left out or shrunk, their tokens and rows
   loss_scale   what became of it in an interval: steps left out, steps after which it doubled
-  comparison   what was compared since `first`, where each arm ended, updates that it took
+  comparison   what was compared since `first`, where each arm ended, updates that it took, and
+               training losses of the steps that the winner made, the last of which is this one
   given_up     a comparison under way that was dropped, and why
   waits        what a hook asked for and is not done yet, and why
   refused      what a hook asked for and is not possible, and why

@@ -3,7 +3,7 @@
 The ledger and the metrics have every look. The log has what changes.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -132,12 +132,12 @@ class Teller:
     self.note("given_up", step, first=first, reason=reason)
     logging.info("orchestrator: step %d: drops the comparison since %d: %s", step, first, reason)
 
-  def comparison(self, step: int, first: int, compared: Compared) -> None:
-    """What came of a comparison."""
+  def comparison(self, step: int, first: int, compared: Compared, losses: Sequence[float]) -> None:
+    """What came of a comparison, and the training losses of the steps that the winner made."""
     scores = [x if isinstance(x, str) else x._asdict() for x in compared.scores]
     self.note(
       "comparison", step, first=first, proposal=compared.proposal.to_json(),
-      waiting=compared.waiting._asdict(), scores=scores, made=compared.made,
+      waiting=compared.waiting._asdict(), scores=scores, made=compared.made, losses=losses,
     )  # fmt: skip
     place = winner(compared.proposal, compared.waiting, compared.scores)
     won = "going on" if place is None else str(compared.proposal.arms[place].actions)

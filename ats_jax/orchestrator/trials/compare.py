@@ -81,6 +81,7 @@ class Ended(NamedTuple):
     scores: of the arms, as `arms.winner` takes them.
     state: where the winner ended; the run goes on from it.
     made: updates that the arms took.
+    losses: training losses of the steps that the winner made, up to the end; () = waiting won.
     origin: step of the earlier state that the winner began from; None = of none.
   """
 
@@ -88,6 +89,7 @@ class Ended(NamedTuple):
   scores: tuple[Score | str, ...]
   state: TrainState
   made: int
+  losses: tuple[float, ...]
   origin: int | None
 
 
@@ -112,18 +114,21 @@ class Comparison:
     seen = self._seen_batches(means)
     waiting = best = _score(means, state.model, self.metrics, seen)
     if is_mended(self.proposal, waiting):
-      return Ended(waiting, (), state, 0, None)
+      return Ended(waiting, (), state, 0, (), None)
     kept, won, scores = Snapshot.swap_out(step, state), None, list[Score | str]()
+    losses: tuple[float, ...] = ()
     for arm in self.proposal.arms:
       used = means.wide if _widens(arm) and means.wide is not None else means
       made = self._make(arm, step, used)
       if isinstance(made, str):
         scores.append(made)
         continue
-      reached = _score(used, made[0].model, made[1], seen)
+      since_parted = len(made[1]) - (step - self.first)
+      reached = _score(used, made[0].model, made[1][since_parted:], seen)
       scores.append(reached)
       if is_better(self.proposal, arm, reached, best):
         best, won, kept = reached, arm, Snapshot.swap_out(step, made[0])
+        losses = _losses(made[1])
       del made  # there is memory for one state
       if is_mended(self.proposal, best):
         break
@@ -131,7 +136,7 @@ class Comparison:
         break  # the same steps led elsewhere: neither batches nor the rate are to blame
     origin = None if won is None else self._origin(won, means)
     came_from = None if origin is None or origin is self._here else origin.step
-    return Ended(waiting, tuple(scores), kept.resume(), self._made, came_from)
+    return Ended(waiting, tuple(scores), kept.resume(), self._made, losses, came_from)
 
   def _origin(self, arm: Arm, means: Means) -> Snapshot | None:
     """Where an arm begins; None if there is no such state any more."""
@@ -143,7 +148,7 @@ class Comparison:
     return getattr(means, first.begins)
 
   def _make(self, arm: Arm, end: int, means: Means) -> tuple[TrainState, list[StepMetrics]] | str:
-    """Where an arm ends, and its metrics since the arms parted; or why it was not made."""
+    """Where an arm ends, and the metrics of its steps; or why it was not made."""
     origin = self._origin(arm, means)
     if origin is None:
       return "there is no state to begin with"
@@ -158,7 +163,7 @@ class Comparison:
         state = state if action.needs_saved else carry_out(action, state, means.cfg)
     except SurgeryError as error:  # it has become impossible since it was proposed
       return str(error)
-    parted = list[StepMetrics]()
+    made = list[StepMetrics]()
     begin = origin if replays else self._here
     updates = means.ahead(json.loads(begin.saved))
     train_step = updates.wide_step if _widens(arm) else updates.train_step
@@ -170,9 +175,8 @@ class Comparison:
           return "the same steps led here again"
         state, metrics = train_step(state, batch)
         self._made += 1
-        if number >= self.first:
-          parted.append(metrics)
-    return state, parted
+        made.append(metrics)
+    return state, made
 
   def _is_here(self, state: TrainState, means: Means) -> bool:
     """Whether steps that were made again led to where the arms part."""
@@ -199,8 +203,11 @@ def _widens(arm: Arm) -> bool:
 
 
 def _score(means: Means, model: Decoder, metrics: list[StepMetrics], seen: list[Batch]) -> Score:
-  coming = tuple(one.on_host()["train/loss"] for one in metrics)
   sums = [means.seen(model, batch) for batch in seen]
   tokens = math.fsum(number for _, number in sums)
   loss = math.fsum(total for total, _ in sums) / tokens if tokens else math.nan
-  return Score(means.held(model), coming, loss)
+  return Score(means.held(model), _losses(metrics), loss)
+
+
+def _losses(metrics: list[StepMetrics]) -> tuple[float, ...]:
+  return tuple(one.on_host()["train/loss"] for one in metrics)

@@ -62,7 +62,7 @@ _WITHOUT_EFFECT = (
   "hang_secs",
   "heartbeat_secs",
   "join_secs",
-  "log.profile_step",
+  "log.profile_",
   "mesh.",
   "moe.exchange.",
   "ops.",
@@ -260,7 +260,8 @@ class TorchRun:
   def finish(self) -> None:
     """Wait for the last checkpoint; say what was reached, and write what the run took."""
     if self.scores:
-      report.scores(self.cfg, self.train_set, self.valid_set, self.scores)
+      found = report.scores(self.cfg, self.train_set, self.valid_set, self.scores)
+      self.writer.write_scalars(self.step, found)
     with self.goodput.timed("checkpoint"):
       self.checkpoints.wait()
       if self.adapters is not None and self.step == self.cfg.num_steps:
@@ -418,6 +419,8 @@ def _open(
     )
   )
   save_tokenizer(train_set.info.tokenizer, folder / workdir.TOKENIZER)
+  if newest is None:
+    report.keep_data_facts(folder, train_set, valid_set)
   _say(program, folder, options, origin.step, length)
   rows_until = origin.step if origin.restore else None
   writer = create_writer(cfg.log, folder, resume_step=rows_until, run=identity.run)

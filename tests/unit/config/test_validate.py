@@ -55,6 +55,7 @@ BESIDE = {
   "yarn": {"model.rope_scaling.original_len": 64},
   "all": {"model.qk_norm": True},
   "phases": {"data.sources": {"a": ("a.txt",)}, "data.phases": (Phase(Table(a=1), steps=3),)},
+  "flops": {"train_flops": 1e15},
   "keep": TWO_PHASES,
   "reset": TWO_PHASES,
   "streaming": {"data.validation_fraction": 0.0, "eval.bigram_baseline": False},

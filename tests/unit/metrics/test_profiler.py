@@ -1,3 +1,5 @@
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ from ats_jax.metrics.profiler import (
   kernel_times,
   spans,
   summarise_trace,
+  summary,
 )
 
 
@@ -34,6 +37,19 @@ def test_a_trace_of_the_window_is_written_once(tmp_path):
   assert len(traces(tmp_path)) == 1
   window.close()
   assert len(traces(tmp_path)) == 1
+
+
+def test_traces_come_at_their_steps_and_say_what_they_came_to(tmp_path):
+  """A window that is open when the next one is due goes on; a resumed run keeps the schedule."""
+  run(window := ProfileWindow(2, 2, tmp_path, every=3), range(1, 7))
+  window.close()
+  run(window := ProfileWindow(2, 2, tmp_path, every=3), range(7, 9))
+  window.close()
+  files = sorted(tmp_path.glob("*/summary.json"))
+  assert [path.parent.name for path in files] == ["2", "5", "8"]
+  assert len(list(tmp_path.rglob("perfetto_trace.json.gz"))) == len(traces(tmp_path)) == 3
+  facts = json.loads(files[1].read_text())
+  assert facts == {"step": 5, "steps": 2, **summary(files[1].parent)}
 
 
 def test_an_exception_or_the_end_of_the_run_closes_the_trace(tmp_path):

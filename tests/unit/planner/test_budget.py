@@ -92,6 +92,8 @@ def test_without_a_budget_it_is_the_configs_own():
   here = budget(tiny_config(VOCABULARY))["budget"]
   assert (here["tokens"], here["steps"]) == (20 * 8 * 16, 20)
   assert here["gpu_hours"] is here["epochs"] is None
+  of_flops = budget(tiny_config(VOCABULARY | {"length": "flops", "train_flops": 1e15}))["budget"]
+  assert of_flops["flops"] == pytest.approx(1e15)
 
 
 def test_experts_count_by_those_at_work_and_depths_by_the_tokens_that_go_through():

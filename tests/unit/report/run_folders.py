@@ -2,14 +2,16 @@
 
 import datetime
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 from ats_jax.config import base_config, from_config_dict
 from ats_jax.config.names import to_dict
 from ats_jax.config.tree import updated
-from ats_jax.orchestrator.actions import Rollback
+from ats_jax.orchestrator.actions import Repeat, Rollback
 from ats_jax.orchestrator.record.ledger import Ledger
+from ats_jax.orchestrator.trials.arms import Arm, Proposal, Score
 
 BEGAN = 1_764_000_000.0
 SPOILED = "<script>alert(1)</script> & </script> \u202e"
@@ -63,6 +65,28 @@ def end(step: int, secs: float = 120.0) -> dict[str, Any]:
   """The row of a start that ended by itself."""
   parts = {"goodput/step_secs": 0.75 * secs, "goodput/compile_secs": 0.25 * secs}
   return {"step": step, "wall_time": BEGAN + 200, "goodput/wall_secs": secs, **parts}
+
+
+def facts(**changes: Any) -> dict[str, Any]:
+  """A part of data.json: 8 documents."""
+  quantiles = {"least": 3, "10%": 3, "median": 9, "90%": 20, "greatest": 30}
+  return {
+    "name": "training", "documents": 8, "tokens": 100, "rows": 7, "seq_len": 16,
+    "bytes_per_token": 3.5, "ids_used": 60, "ids": 64, "is_complete": True, "left_out": {},
+    "first": [], "lengths": quantiles, "by_size": {"1": 2, "3": 4, "4": 2}, **changes,
+  }  # fmt: skip
+
+
+def made_again(path: Path) -> None:
+  """Write a ledger in which steps 31 to 50 are made again, with a loss of 2 and one of NaN."""
+  proposal = Proposal("copies", "copies differ", (Arm((Repeat(),), "copies", 0.0),))
+  won, lost = (Score({"": loss}, (loss,) * 10, 1.0) for loss in (2.0, 9.0))
+  book = Ledger(path)
+  book.write("comparison", 50, first=40, proposal=proposal.to_json(), waiting=lost._asdict(),
+             scores=[won._asdict()], made=20, losses=[2.0] * 19 + [math.nan])  # fmt: skip
+  book.write("decision", 50, Repeat(), id=0, cause="copies", reason="copies differ", applied=True,
+             to=30, lost={"steps": 0, "tokens": 0, "secs": 0.0})  # fmt: skip
+  book.close()
 
 
 def rolled_back(path: Path) -> None:

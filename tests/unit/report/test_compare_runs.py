@@ -52,8 +52,9 @@ def test_losses_are_taken_where_the_shorter_run_ends(tmp_path):
   rows = training(range(10, 60, 10))
   rows += [{"step": 0, "eval/loss": 5.0}, {"step": 50, "eval/loss": 4.5}]
   short = read_run(str(write_run(tmp_path / "short", rows, {"optimizer.weight_decay": 0.2})))
-  _, (table, *_) = compare(groups_of([long, short]), "steps", 100)
-  assert "At 50 steps" in table.about
+  said, (table, *_) = compare(groups_of([long, short]), "steps", 100)
+  assert "At 50 steps" in table.about and "The longest run has 100 steps in all" in said[-1]
+  assert [row[-2] for row in table.rows] == ["100", "50"]
   assert [row[3] for row in table.rows] == ["4.5000", "4.5000"]
 
 

@@ -9,7 +9,7 @@ import urllib.request
 from html.parser import HTMLParser
 
 import pytest
-from run_folders import SPOILED, end, rolled_back, training, write_run
+from run_folders import SPOILED, end, facts, rolled_back, training, write_run
 
 from ats_jax.report.card import card
 from ats_jax.report.page import VENDOR, html_page
@@ -61,9 +61,12 @@ def report(tmp_path):
   """Of a run that has everything, and text that is markup wherever text can be."""
   rows = [*training(range(10, 110, 10)), {"step": 100, "eval/loss": 4.0}]
   rows += [{"step": 100, f"train/{SPOILED}/loss": 3.0}, {"step": 100, "sample": SPOILED}, end(100)]
+  rows += [{"step": 100, "eval/bigram_loss": 4.5, "eval/unigram_loss": 6.0}]
   log = ("2026-11-28 09:00:00 INFO    Text: " + SPOILED,)
   folder = write_run(tmp_path / "a<script>b", rows, {"sample.prompt": SPOILED}, log=log)
   rolled_back(folder / "decisions.jsonl")
+  part = facts(name=f"training {SPOILED}", first=[SPOILED], left_out={SPOILED: 3})
+  (folder / "data.json").write_text(json.dumps({"parts": [part]}))
   row = {"step": 1, "moe/load": [[0.5, 0.5]]}
   (folder / "layers.jsonl").write_text(json.dumps(row) + "\n")
   (folder / "samples").mkdir()

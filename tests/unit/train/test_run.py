@@ -16,6 +16,7 @@ from helpers import named_leaves, tiny_config
 from train_helpers import assert_same, logged, on_texts
 
 from ats_jax.checkpoint import CheckpointManager, abstract_like, load_extra, workdir
+from ats_jax.config.build import resolve
 from ats_jax.config.schema import CheckpointConfig
 from ats_jax.data.sources import HELD_OUT, check_same_text, open_data, open_eval_sets
 from ats_jax.data.splits import open_datasets
@@ -25,6 +26,7 @@ from ats_jax.model.param import is_variable
 from ats_jax.orchestrator.no_supervisor import NoSupervisor
 from ats_jax.orchestrator.trials.snapshots import Snapshots
 from ats_jax.planner.budget import budget
+from ats_jax.planner.describe import describe
 from ats_jax.step.program import Program, make_program
 from ats_jax.step.schedule import learning_rate
 from ats_jax.train import open as open_module
@@ -210,7 +212,8 @@ def test_checkpoints_of_another_run_are_refused(config, trained, tmp_path, no_st
 
 
 def budgeted(config, **changes):
-  return config(length="budget", num_steps=400, optimizer__warmup_fraction=0.1, **changes)
+  changes = {"length": "budget", "num_steps": 400, "optimizer__warmup_fraction": 0.1} | changes
+  return config(**changes)
 
 
 @pytest.mark.parametrize("most", [1.5, 1e5])
@@ -235,6 +238,25 @@ def test_an_optimum_within_the_bounds_is_taken(config):
   assert plan(10 * wanted)["budget"]["epochs"] == pytest.approx(0.1)
   at_least = dataclasses.replace(cfg, least_epochs=3.0)
   assert budget(at_least, unique_tokens=10 * wanted)["budget"]["epochs"] == pytest.approx(3)
+
+
+@pytest.mark.parametrize("reading", ["whole", "streaming"])
+def test_steps_that_cost_so_many_flops(config, reading):
+  """Steps made with another batch size count by the rows that they read."""
+  streamed = {"data__validation_fraction": 0.0, "eval__every_steps": 0}
+  changes = streamed if reading == "streaming" else {}
+  cfg = config(length="flops", train_flops=1e9, data__reading=reading, **changes)
+  train_set, _ = open_datasets(cfg.data, cfg.seed)
+  known, why = with_num_steps(cfg, train_set)
+  per_token = describe(resolve(cfg, train_set.info.tokenizer.vocab_size))["flops_per_token"]
+  per_row = per_token["training"] * cfg.data.seq_len
+  assert known.num_steps == math.ceil(1e9 / per_row / cfg.data.batch_size) > 1
+  assert why == f"train_flops=1e+09, {per_token['training']:.4g} a token"
+  rows = cfg.data.batch_size // 2
+  later, _ = with_num_steps(cfg, train_set, done=(1, rows))
+  assert later.num_steps == 1 + math.ceil((1e9 / per_row - rows) / cfg.data.batch_size)
+  with pytest.raises(ValueError, match=r"num_steps=.* is too large"):
+    with_num_steps(dataclasses.replace(cfg, train_flops=1e30), train_set)
 
 
 def test_epochs_in_place_of_steps(config, tmp_path):
@@ -278,6 +300,7 @@ def test_a_run_as_long_as_the_budget_says(config, tmp_path, caplog):
     ({"num_epochs": 2.0}, "num_epochs=2.0 and length=budget both say when to end"),
     ({"least_epochs": 5.0}, "least_epochs=5.0 exceeds most_epochs=4.0"),
     ({"most_epochs": 0.0}, "most_epochs=0 trains nothing"),
+    ({"length": "flops"}, "length=flops needs train_flops"),
   ],
 )
 def test_lengths_that_contradict(config, changes, says):

@@ -21,6 +21,7 @@ from ats_jax.orchestrator.actions import Repeat
 from ats_jax.orchestrator.record import ledger
 from ats_jax.orchestrator.signals.interval import probe_loss
 from ats_jax.orchestrator.signals.probe import Probe
+from ats_jax.report.read import read_run
 from ats_jax.sharding.mesh import make_mesh
 from ats_jax.step.program import Program, make_program
 from ats_jax.train.loop import train
@@ -113,6 +114,12 @@ def test_weights_that_break_are_replaced_and_no_checkpoint_holds_them(
   assert ledger.replay(tmp_path / workdir.DECISIONS) == [(step, decision)]
   (reached,) = logged(tmp_path, "eval/loss").values()
   assert reached < logged(runs["off"][0], "train/loss")[33] - 0.3  # training went on
+
+  run = read_run(str(tmp_path))
+  (again,) = run.again
+  assert again.since < 34 and again.last == step
+  healthy = list(logged(runs["off"][0], "train/loss").values())
+  np.testing.assert_array_equal(run.column("train/loss").values[:step], healthy[:step])
 
 
 @pytest.mark.thorough
