@@ -91,7 +91,8 @@ def stack_of(cfg: Config, unroll: int) -> Stack:
   stages, step = num_shards("layers"), cfg.step
   check_stages(cfg, stages)
   one_barrier = stages > 1 and step.remat_stages != "full"
-  remat = Remat(step.remat, cfg.mesh.keep_gathered, one_barrier)
+  decodes = bool(cfg.finetune.base_format)
+  remat = Remat(step.remat, cfg.mesh.keep_gathered, decodes, one_barrier)
   loop = lambda repeats: Unrolled(remat) if 1 < unroll >= repeats else Scan(remat, unroll)
   segments = segments_of(cfg)
   if stages == 1:

@@ -119,17 +119,20 @@ class Remat:
   Attributes:
     policy: the value of `step.remat`.
     keep_gathered: the value of `mesh.keep_gathered`.
+    decodes: whether weights are stored as codes, of which the backward pass makes them again.
     one_barrier: if one argument needs a barrier, give one to all: jax accepts no tree of barriers
       where a checkpoint policy around the layers keeps some results.
   """
 
   policy: str
   keep_gathered: bool
+  decodes: bool
   one_barrier: bool
 
-  def gathers_again(self) -> bool:
-    """Whether the backward pass gathers weights again to recompute a layer."""
-    return num_shards("embed") > 1 and not self.keep_gathered and self.policy != "none"
+  def makes_again(self) -> bool:
+    """Whether the backward pass gathers or decodes weights again to recompute a layer."""
+    gathers = num_shards("embed") > 1 and not self.keep_gathered
+    return (gathers or self.decodes) and self.policy != "none"
 
   def checkpoint(self, super_block: Callable, barriers: Any) -> Callable:
     """Wrap the function of a super-block in `jax.checkpoint`.
@@ -147,9 +150,9 @@ class Remat:
   def barriers(self) -> Any:
     """The barriers of `(carry, (block, first))` for a call outside of a loop.
 
-    Only gathered weights get one, so that they are not kept; other weights are resident anyway.
+    Only weights that are made again get one, so that they are not kept; others are resident anyway.
     """
-    return True, (self.gathers_again(), True)
+    return True, (self.makes_again(), True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,7 +179,7 @@ class Unrolled(Loop):
 
   @override
   def run(self, body: Body, layers: Layers, carry: Any) -> tuple[Any, Any]:
-    if self.remat.gathers_again():
+    if self.remat.makes_again():
       return self._from_stack(body, layers, carry)
     barriers = self.remat.barriers()
     bodies = _bodies(

@@ -175,6 +175,8 @@ class Packed:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _apply(f, weights, *args):
+  # Or XLA would decode the weights of many layers before the first of them is run.
+  weights, args = jax.lax.optimization_barrier((weights, args))
   return f(tuple(weight.wide() for weight in weights), *args)
 
 
