@@ -36,6 +36,7 @@ from ats_jax.metrics.throughput import Throughput
 from ats_jax.metrics.writer import MetricWriter
 from ats_jax.model.layout import stacks
 from ats_jax.pytorch.decoder import Decoder
+from ats_jax.pytorch.kernels import ASKED, TRITON_OPS, chosen_kernels
 from ats_jax.pytorch.training import device as devices
 from ats_jax.pytorch.training.device import LossScale
 from ats_jax.pytorch.training.lora import MERGED, Adapters, Lora
@@ -65,7 +66,7 @@ _WITHOUT_EFFECT = (
   "log.profile_step",
   "mesh.",
   "moe.exchange.",
-  "ops.",
+  "ops.strict",
   "step.compiler_options",
   "step.remat_stages",
   "step.scan_unroll",
@@ -144,6 +145,13 @@ def check_given(
     ValueError: naming the first.
   """
   flat, fields = flatten(cfg), settings(cfg)
+  if "ops.kernels" in given:
+    for op, kernel in cfg.ops.kernels.items():
+      if op not in TRITON_OPS or kernel not in ASKED:
+        raise ValueError(
+          f"ops.kernels: {op}={kernel} does nothing with bridge train, which has "
+          f"{' and '.join(TRITON_OPS)}: {' or '.join(ASKED)} (PyTorch's own). Leave it out."
+        )
   for name in (f"{name}.{Kinds.TAG}" if name in KINDS else name for name in given):
     if (
       name.startswith(_WITHOUT_EFFECT)
@@ -179,6 +187,7 @@ class TorchRun:
     meter: measures tokens and steps a second.
     goodput: adds up where the wall time goes.
     progress: shows the newest row of metrics.
+    kernels: implementations of ops, by name, where PyTorch has several.
     scores: metrics of the last evaluation, if it was of these weights; else None.
   """
 
@@ -200,6 +209,7 @@ class TorchRun:
   meter: Throughput
   goodput: Goodput
   progress: ProgressBar
+  kernels: Mapping[str, str]
   scores: dict[str, float] | None = None
 
   @property
@@ -274,7 +284,7 @@ class TorchRun:
       **self.goodput.summary(),
       **memory_metrics(),
       **devices.memory(self.device),
-      "kernels": {},
+      "kernels": self.kernels,
       "compiler_options": {},
       "compilation_cache": "off: PyTorch",
     }
@@ -387,6 +397,7 @@ def _open(
   enter(jax.set_mesh(mesh))
   program = make_program(cfg)
   abstract = abstract_like(program.init(abstract=True), mesh)
+  kernels = chosen_kernels(cfg, options.device, options.dtype)
   origin = ResumePoint()
   if newest is not None:
     origin = ResumePoint(*newest, lambda like: checkpoints.read(newest[0], like))
@@ -449,6 +460,7 @@ def _open(
     meter,
     goodput,
     progress,
+    kernels,
   )
 
 
