@@ -17,7 +17,7 @@ from ats_jax.checkpoint import CheckpointManager, StopSignal, abstract_like, wor
 from ats_jax.config import Config
 from ats_jax.config.build import CHANGES, resolve
 from ats_jax.config.names import KINDS, default_of, flatten, settings, to_dict
-from ats_jax.config.schema import MeshConfig
+from ats_jax.config.schema import MeshConfig, OpsConfig
 from ats_jax.config.schema.setting import Kinds
 from ats_jax.data.batch import POSITION
 from ats_jax.data.rows.contract import Rows, TrainRows
@@ -392,16 +392,16 @@ def _open(
   cfg, length = with_num_steps(cfg, train_set, done)
   workdir.write_config(folder, cfg)
   cfg = resolve(cfg, train_set.info.tokenizer.vocab_size)
-  cfg = dataclasses.replace(cfg, mesh=MeshConfig())
+  kernels = chosen_kernels(cfg, options.device, options.dtype)
+  model = Decoder(cfg, options.dtype, remat=cfg.step.remat != "none").to(options.device)
+  cfg = dataclasses.replace(cfg, mesh=MeshConfig(), ops=OpsConfig())  # JAX is on the CPU
   mesh = make_mesh(cfg, jax.devices()[:1])
   enter(jax.set_mesh(mesh))
   program = make_program(cfg)
   abstract = abstract_like(program.init(abstract=True), mesh)
-  kernels = chosen_kernels(cfg, options.device, options.dtype)
   origin = ResumePoint()
   if newest is not None:
     origin = ResumePoint(*newest, lambda like: checkpoints.read(newest[0], like))
-  model = Decoder(cfg, options.dtype, remat=cfg.step.remat != "none").to(options.device)
   if options.lora is None:
     adapters, optimizer = None, optimizer_of(cfg, model, abstract)
     to_torch(cfg, restored_or_new(program, origin, initial, train_set), model, optimizer)
