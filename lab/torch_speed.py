@@ -3,12 +3,16 @@ r"""Speed of a training step against the same step in PyTorch, eager and compile
 All are in one process on one device, start from the same state and see the same batches; they take
 turns, a few steps each, and their first losses must agree. Before that PyTorch is given JAX's
 weights without a copy, and the addresses are compared. Prints a table for
-docs/reference/performance.md: tokens a second (median of the rounds, lowest and highest), and the
-ratio to JAX in each round.
-Command: pip install torch
-  python -m lab.torch_speed [--sizes=350m,moe] [--device=cuda] [--rounds=5]
+docs/reference/performance.md: tokens a second (median of the rounds, lowest and highest), the ratio
+to JAX in each round, and what ran in JAX and in PyTorch. Each entry of --kernels takes the memory
+of one more model, twice with --compiled.
+Command: pip install torch triton
+  python -m lab.torch_speed [--sizes=350m,moe,mod,hybrid] [--kernels=triton,xla] [--rounds=4]
+  python -m lab.torch_speed --sizes=toy,toy_moe,toy_mod,toy_hybrid --device=cpu
 """
 
+import dataclasses
+import math
 import os
 import statistics
 import time
@@ -24,9 +28,12 @@ from absl import app, flags
 from ats_jax.checkpoint import abstract_like
 from ats_jax.config import Config, base_config, from_config_dict
 from ats_jax.config.build import resolve
+from ats_jax.config.schema import OpsConfig
+from ats_jax.config.schema.setting import Table
 from ats_jax.data.batch import random_batch
 from ats_jax.pytorch import weights
 from ats_jax.pytorch.decoder import Decoder
+from ats_jax.pytorch.kernels import TRITON_OPS, chosen_kernels
 from ats_jax.pytorch.training import device as devices
 from ats_jax.pytorch.training.device import LossScale
 from ats_jax.pytorch.training.state import optimizer_of, shared_tensors, to_torch
@@ -36,30 +43,53 @@ from ats_jax.step.program import make_program
 from lab.runs import markdown
 
 GQA = dict(num_heads=16, num_kv_heads=4)
-SHAPES = {
-  "toy": dict(num_layers=2, d_model=64, num_heads=4, num_kv_heads=2, d_ff=128, vocab_size=512),
-  "350m": dict(num_layers=24, d_model=1024, **GQA, d_ff=2816, vocab_size=32768),
-  "moe": dict(num_layers=12, d_model=1024, **GQA, d_ff=2816, vocab_size=32768),
+TOY = dict(num_layers=2, d_model=64, num_heads=4, num_kv_heads=2, d_ff=128, vocab_size=512)
+LAYERS_24 = dict(num_layers=24, d_model=1024, **GQA, d_ff=2816, vocab_size=32768)
+LAYERS_12 = LAYERS_24 | dict(num_layers=12)
+EXPERTS = dict(num_experts=16, top_k=2, d_ff=1408)
+TOY_EXPERTS = dict(num_experts=4, top_k=2, d_ff=64)
+SKIPPING = dict(routing="learned", capacity=0.5)
+SIZES = {
+  "350m": dict(model=LAYERS_24),
+  "moe": dict(model=LAYERS_12, moe=EXPERTS),
+  "mod": dict(model=LAYERS_24, mod=SKIPPING),
+  "hybrid": dict(model=LAYERS_12, moe=EXPERTS, mod=SKIPPING),
+  "toy": dict(model=TOY),
+  "toy_moe": dict(model=TOY, moe=TOY_EXPERTS),
+  "toy_mod": dict(model=TOY, mod=SKIPPING),
+  "toy_hybrid": dict(model=TOY, moe=TOY_EXPERTS, mod=SKIPPING),
 }
-EXPERTS = {"moe": dict(num_experts=16, top_k=2, d_ff=1408)}
-ROWS = {"toy": (4, 64), "350m": (16, 2048), "moe": (8, 2048)}  # batch, tokens of a row
+OWN = "xla"  # in `ops.kernels`: PyTorch's own operations
 MAX_ERROR = {"float32": 1e-3, "bfloat16": 3e-2}  # nats, of the first loss
-_SIZES = flags.DEFINE_list("sizes", ["350m", "moe"], f"Which models: {', '.join(SHAPES)}.")
+_SIZES = flags.DEFINE_list("sizes", ["350m", "moe"], f"Which models: {', '.join(SIZES)}.")
+_KERNELS = flags.DEFINE_list(
+  "kernels",
+  [],
+  "What PyTorch's steps run, one after the other: triton, or xla for its own operations. Default: "
+  "triton on cuda, xla on a CPU. JAX runs its defaults.",
+)
 _DEVICE = flags.DEFINE_string("device", "cuda", "cuda, or cpu to try it.")
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "Turns that each takes.", lower_bound=1)
 _TURN = flags.DEFINE_integer("turn_steps", 5, "Steps of a turn.", lower_bound=1)
 _COMPILED = flags.DEFINE_bool("compiled", True, "Also by torch.compile.")
 
 
+def rows_of(size: str) -> tuple[int, int]:
+  """Rows of a batch, and tokens of each."""
+  if size.startswith("toy"):
+    return 4, 64
+  return (8 if "moe" in SIZES[size] else 16), 2048
+
+
 def make_config(size: str, dtype: str) -> Config:
   """The run, with a constant learning rate."""
   config = base_config()
-  config.model.update(SHAPES[size])
-  config.moe.update(EXPERTS.get(size, {}))
-  if size in EXPERTS:  # unrolled, JAX's step was not compiled after 105 s on an H100
+  for section, values in SIZES[size].items():
+    config[section].update(values)
+  if "moe" in SIZES[size]:  # unrolled, JAX's step was not compiled after 105 s on an H100
     config.step.scan_unroll = 1
     config.step.compiler_options = {"xla_gpu_enable_triton_gemm": "false"}
-  config.data.batch_size, config.data.seq_len = ROWS[size]
+  config.data.batch_size, config.data.seq_len = rows_of(size)
   config.data.tokenizer, config.data.max_segments = "bytes", 4
   config.optimizer.schedule, config.optimizer.learning_rate = "constant", 1e-4
   config.precision.compute_dtype = dtype
@@ -76,12 +106,15 @@ def compare(size: str) -> Iterator[list[str]]:
     program = make_program(cfg)
     state, abstract = program.init(), abstract_like(program.init(abstract=True), mesh)
     check_pointers(cfg, state.model, where)
-    rows = random_batch((1, *ROWS[size]), cfg.model.vocab_size, segments=2)
-    steps = {
-      f"torch {torch.__version__}, {name}": torch_step(cfg, state, abstract, rows, where, compiled)
-      for name, compiled in (("eager", False), ("compiled", True))
-      if _COMPILED.value or not compiled
-    }
+    rows = random_batch((1, *rows_of(size)), cfg.model.vocab_size, segments=2)
+    steps = {}
+    for kernels in _KERNELS.value or ["triton" if where.type == "cuda" else OWN]:
+      with_kernels = dataclasses.replace(cfg, ops=OpsConfig(kernels=of_ops(cfg, kernels)))
+      chosen = chosen_kernels(with_kernels, where, devices.DTYPES[dtype])
+      runs = ", ".join(f"{op} {name}" for op, name in chosen.items()) or "its own operations"
+      for way in ("eager", "compiled") if _COMPILED.value else ("eager",):
+        step = torch_step(with_kernels, state, abstract, rows, where, way == "compiled")
+        steps[f"torch {torch.__version__}, {way}: {runs}"] = step
     rules, batch = program.training_rules(1), to_global(rows, mesh)
     train_step = program.compile_train_step(state, rules)
 
@@ -90,7 +123,8 @@ def compare(size: str) -> Iterator[list[str]]:
       state, metrics = train_step(state, batch)
       return float(metrics["train/loss"])
 
-    steps = {f"ats_jax, jax {jax.__version__}": jax_step, **steps}
+    ran = ", ".join(f"{c.op} {c.implementation}" for c in program.choices if c.op in TRITON_OPS)
+    steps = {f"ats_jax, jax {jax.__version__}: {ran}": jax_step, **steps}
     first = {name: step() for name, step in steps.items()}
     spread = max(first.values()) - min(first.values())
     print(f"{size}: losses of the first step {first}", flush=True)
@@ -105,7 +139,7 @@ def compare(size: str) -> Iterator[list[str]]:
         for _ in range(_TURN.value):
           step()  # waits for the loss
         secs = (time.perf_counter() - began) / _TURN.value
-        speeds[name].append(ROWS[size][0] * ROWS[size][1] / secs)
+        speeds[name].append(math.prod(rows_of(size)) / secs)
   ours = np.array(next(iter(speeds.values())))
   for name, found in speeds.items():
     ratio = np.array(found) / ours
@@ -116,6 +150,12 @@ def compare(size: str) -> Iterator[list[str]]:
       f"{min(found):,.0f} to {max(found):,.0f}",
       f"{np.median(ratio):.2f} ({ratio.min():.2f} to {ratio.max():.2f})",
     ]
+
+
+def of_ops(cfg: Config, name: str) -> Table[str]:
+  """One implementation for all ops of a model for which PyTorch has a choice."""
+  ops = TRITON_OPS if cfg.moe.num_experts else TRITON_OPS[:1]
+  return Table(dict.fromkeys(ops, name))
 
 
 def torch_step(cfg, state, abstract, rows, where, compiled: bool) -> Callable[[], float]:

@@ -2,7 +2,8 @@
 
 A slot is one computation of an op: its forward pass, its backward pass or a part of that. Every
 slot can run XLA's version, which stands in the op's own file and is the specification.
-docs/reference/kernels.md says what each slot takes and gives, and how to add an op or a kernel.
+docs/reference/kernels.md says what each slot takes and gives, and how to add a kernel. AGENTS.md
+says how to add an op.
 """
 
 import dataclasses

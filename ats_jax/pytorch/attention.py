@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from ats_jax.pytorch.kernels import asked_kernel, kernel_for
 from ats_jax.pytorch.layers import Linear, RMSNorm, rotate
 from ats_jax.pytorch.settings import Settings
 
@@ -27,6 +28,7 @@ class Tokens:
     rope: cosines and sines of the positions.
     window_rope: those of layers with a window.
     alone: each row is one document, and new: every token sees all before it.
+    runs: result of `runs_of`, where kernels use it.
   """
 
   positions_BT: Tensor
@@ -35,6 +37,7 @@ class Tokens:
   rope: RopeTable
   window_rope: RopeTable
   alone: bool = False
+  runs: tuple[Tensor, Tensor] | None = None
 
 
 @dataclasses.dataclass
@@ -87,6 +90,21 @@ def visibility(tokens: Tokens, cache: KeyCache | None, window: int | None) -> Te
   return seen_BTS[:, None].contiguous()
 
 
+def runs_of(segment_ids_BT: Tensor) -> tuple[Tensor, Tensor]:
+  """Find the first token and the last one of each token's document, int32 [batch, seq].
+
+  Args:
+    segment_ids_BT: one contiguous run for each id.
+  """
+  seq = segment_ids_BT.shape[1]
+  at_T = torch.arange(seq, dtype=torch.int32, device=segment_ids_BT.device)
+  changes = segment_ids_BT[:, 1:] != segment_ids_BT[:, :-1]
+  is_first, is_last = F.pad(changes, (1, 0), value=True), F.pad(changes, (0, 1), value=True)
+  first_BT = torch.where(is_first, at_T, 0).cummax(dim=1).values
+  last_BT = torch.where(is_last, at_T, seq).flip(1).cummin(dim=1).values.flip(1)
+  return first_BT, last_BT
+
+
 def attend(
   q_BTNH: Tensor,
   k_BSKH: Tensor,
@@ -135,13 +153,35 @@ def attend(
   return (weights @ v).transpose(1, 2)
 
 
+def attend_in_triton(
+  q_BTNH: Tensor,
+  k_BTKH: Tensor,
+  v_BTKV: Tensor,
+  tokens: Tokens,
+  *,
+  window: int | None,
+  soft_cap: float = 0.0,
+  sinks_N: Tensor | None = None,
+) -> Tensor:
+  """`attend` without a cache, scaled by head_dim^-1/2, by JAX's kernel (`kernels_triton`)."""
+  assert tokens.runs is not None
+  first_BT, last_BT = tokens.runs
+  if window is not None:
+    at_T = torch.arange(first_BT.shape[1], dtype=torch.int32, device=first_BT.device)
+    first_BT, last_BT = first_BT.maximum(at_T - (window - 1)), last_BT.minimum(at_T + (window - 1))
+  in_parts = window is not None or not tokens.alone
+  sinks_N = None if sinks_N is None else sinks_N.float()
+  arrays = q_BTNH, k_BTKH, v_BTKV, first_BT, last_BT, sinks_N
+  return torch.ops.ats_jax.attention(*arrays, soft_cap, in_parts)[0]
+
+
 class Attention(nn.Module):
   """Causal self-attention; groups of query heads share key/value heads."""
 
   def __init__(self, cfg: Settings, *, window: int | None):
     super().__init__()
     model = self.model = cfg.model
-    self.window = window
+    self.window, self.kernel = window, asked_kernel(cfg, "attention")
     stretch = model.attn_scale * model.head_dim**0.5 if model.attn_scale else 1.0
     self.stretch, self.scale = stretch, model.head_dim**-0.5
     queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
@@ -171,17 +211,15 @@ class Attention(nn.Module):
       q_BTNH = q_BTNH * self.stretch
     table = tokens.rope if self.window is None else tokens.window_rope
     q_BTNH, k_BTKH = rotate(q_BTNH, table), rotate(k_BTKH, table)
+    more = {"soft_cap": self.model.attn_soft_cap, "sinks_N": self.sinks}
+    width = self.model.head_dim
+    if cache is None and kernel_for("attention", self.kernel, q_BTNH, width, width) == "triton":
+      y_BTNH = attend_in_triton(q_BTNH, k_BTKH, v_BTKH, tokens, window=self.window, **more)
+      return self.out(y_BTNH.flatten(2))
     if cache is not None:
       k_BTKH, v_BTKH = cache.extend((k_BTKH, v_BTKH), tokens)
-    y_BTNH = attend(
-      q_BTNH,
-      k_BTKH,
-      v_BTKH,
-      visibility(tokens, cache, self.window),
-      scale=self.scale,
-      soft_cap=self.model.attn_soft_cap,
-      sinks_N=self.sinks,
-    )
+    visible = visibility(tokens, cache, self.window)
+    y_BTNH = attend(q_BTNH, k_BTKH, v_BTKH, visible, scale=self.scale, **more)
     return self.out(y_BTNH.flatten(2))
 
   def _heads(self, flat_BTx: Tensor, norm: RMSNorm | None) -> Tensor:
@@ -203,6 +241,7 @@ class LatentAttention(nn.Module):
     model = self.model = cfg.model
     stretch = model.attn_scale * model.head_dim**0.5 if model.attn_scale else 1.0
     self.stretch, self.scale = stretch, model.head_dim**-0.5
+    self.kernel = asked_kernel(cfg, "attention")
     self.num_rotated = model.latent_rope_dim
     self.num_fixed = model.head_dim - model.latent_rope_dim
     queries, latent, heads = model.num_heads * model.head_dim, model.kv_latent_dim, model.num_heads
@@ -234,6 +273,10 @@ class LatentAttention(nn.Module):
     fixed_BSNx, v_BSNV = made_BSNx.split([self.num_fixed, self.model.v_head_dim], dim=-1)
     shared_BSNR = rotated_BTR[:, :, None].expand(*fixed_BSNx.shape[:3], self.num_rotated)
     k_BSNH = torch.cat([fixed_BSNx, shared_BSNR], dim=-1)
+    widths = self.model.head_dim, self.model.v_head_dim
+    if cache is None and kernel_for("attention", self.kernel, q_BTNH, *widths) == "triton":
+      y_BTNV = attend_in_triton(q_BTNH, k_BSNH, v_BSNV, tokens, window=None)
+      return self.out(y_BTNV.flatten(2))
     visible = visibility(tokens, cache, None)
     y_BTNV = attend(q_BTNH, k_BSNH, v_BSNV, visible, scale=self.scale)
     return self.out(y_BTNV.flatten(2))

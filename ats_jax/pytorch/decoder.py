@@ -9,7 +9,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ats_jax.pytorch.attention import Attention, KeyCache, LatentAttention, Tokens
+from ats_jax.pytorch.attention import Attention, KeyCache, LatentAttention, Tokens, runs_of
+from ats_jax.pytorch.kernels import has_triton
 from ats_jax.pytorch.layers import MLP, Linear, Rope, norm_of
 from ats_jax.pytorch.mod import Depth, MoDStats
 from ats_jax.pytorch.moe import MoE, MoEStats
@@ -139,7 +140,8 @@ class Block(nn.Module):
     order_BC = torch.arange(places, device=x_BTD.device).expand_as(segment_ids_BC)
     if keys is not None and self.scope == "block":
       order_BC = keys.order_of(segment_ids_BC)
-    some = rope.tokens(chosen.take_ids(tokens.positions_BT), segment_ids_BC, order_BC)
+    positions_BC = chosen.take_ids(tokens.positions_BT)
+    some = rope.tokens(positions_BC, segment_ids_BC, order_BC, cached=keys is not None)
     x_BCD = chosen.take(x_BTD)
     if self.scope == "ffn":
       y_BCD, moe = self._feed(x_BCD, some, rules)
@@ -178,12 +180,20 @@ class Ropes(nn.Module):
     self.of_windows = Rope(model, theta=own, scaled=False) if own else None
 
   def tokens(
-    self, positions_BT: Tensor, segment_ids_BT: Tensor, order_BT: Tensor, *, alone: bool = False
+    self,
+    positions_BT: Tensor,
+    segment_ids_BT: Tensor,
+    order_BT: Tensor,
+    *,
+    cached: bool,
+    alone: bool = False,
   ) -> Tokens:
-    """`Tokens` with the tables of their positions."""
+    """`Tokens` with the tables of their positions; `cached`: there are earlier ones in a cache."""
     table = self.usual(positions_BT)
     other = table if self.of_windows is None else self.of_windows(positions_BT)
-    return Tokens(positions_BT, segment_ids_BT, order_BT, table, other, alone)
+    reads_runs = has_triton(segment_ids_BT.device) and not cached
+    runs = runs_of(segment_ids_BT) if reads_runs else None
+    return Tokens(positions_BT, segment_ids_BT, order_BT, table, other, alone and not cached, runs)
 
 
 class Decoder(nn.Module):
@@ -255,7 +265,8 @@ class Decoder(nn.Module):
     if positions_BT is None:
       assert alone or cache is not None, "packed rows come with their positions"
       positions_BT = order_BT
-    tokens = self.rope.tokens(positions_BT, segment_ids_BT, order_BT, alone=alone and cache is None)
+    is_cached = cache is not None
+    tokens = self.rope.tokens(positions_BT, segment_ids_BT, order_BT, cached=is_cached, alone=alone)
     x_BTD = F.embedding(tokens_BT, self.embed.weight).to(self.dtype)
     if self.cfg.model.scale_embeddings:
       x_BTD = x_BTD * torch.tensor(self.cfg.model.d_model**0.5, dtype=self.dtype).item()

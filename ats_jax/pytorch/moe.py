@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from ats_jax.pytorch.kernels import asked_kernel, kernel_for
 from ats_jax.pytorch.layers import MLP, gated
 from ats_jax.pytorch.metal import shaders_for
 from ats_jax.pytorch.settings import Settings
@@ -179,10 +180,10 @@ class MoE(nn.Module):
     moe, d_model = cfg.moe, cfg.model.d_model
     self.cfg, self.model = moe, cfg.model
     self.router = Router(cfg)
-    slots, bias = self.router.num_slots, moe.expert_bias
-    self.gate = ExpertLinear(slots, d_model, moe.d_ff, bias=bias)
-    self.up = ExpertLinear(slots, d_model, moe.d_ff, bias=bias)
-    self.down = ExpertLinear(slots, moe.d_ff, d_model, bias=bias)
+    slots, kernel = self.router.num_slots, asked_kernel(cfg, "grouped_matmul")
+    experts = lambda *widths: ExpertLinear(slots, *widths, bias=moe.expert_bias, kernel=kernel)
+    self.gate, self.up = experts(d_model, moe.d_ff), experts(d_model, moe.d_ff)
+    self.down = experts(moe.d_ff, d_model)
     self.shared = MLP(cfg, moe.num_shared * moe.d_ff) if moe.num_shared else None
 
   def forward(self, x_BTD: Tensor, valid_BT: Tensor, *, training: bool) -> tuple[Tensor, MoEStats]:
@@ -242,8 +243,9 @@ class MoE(nn.Module):
 class ExpertLinear(nn.Module):
   """The weights of all experts' layers of one kind: a stack [experts, in, out]."""
 
-  def __init__(self, experts: int, inputs: int, outputs: int, *, bias: bool):
+  def __init__(self, experts: int, inputs: int, outputs: int, *, bias: bool, kernel: str):
     super().__init__()
+    self.kernel = kernel  # what `ops.kernels` says
     self.weight = nn.Parameter(torch.zeros(experts, inputs, outputs))
     self.bias = nn.Parameter(torch.zeros(experts, outputs)) if bias else None
 
@@ -255,7 +257,7 @@ class ExpertLinear(nn.Module):
       sizes_E: number of rows of each expert.
       group_M: the expert of each row.
     """
-    y_MF = grouped_matmul(x_MD, self.weight.to(x_MD.dtype), sizes_E)
+    y_MF = grouped_matmul(x_MD, self.weight.to(x_MD.dtype), sizes_E, self.kernel)
     return y_MF if self.bias is None else y_MF + self.bias.to(x_MD.dtype)[group_M]
 
   def all(self, x_EMD: Tensor) -> Tensor:
@@ -264,10 +266,23 @@ class ExpertLinear(nn.Module):
     return y_EMF if self.bias is None else y_EMF + self.bias.to(x_EMD.dtype)[:, None]
 
 
-def grouped_matmul(x_MD: Tensor, weight_EDF: Tensor, sizes_E: Tensor) -> Tensor:
-  """`x @ weight[e]` for consecutive groups of rows; in one kernel on an NVIDIA GPU in bfloat16."""
+def grouped_matmul(x_MD: Tensor, weight_EDF: Tensor, sizes_E: Tensor, asked: str = "") -> Tensor:
+  """`x @ weight[e]` for consecutive groups of rows.
+
+  In one kernel on an NVIDIA GPU: JAX's in Triton, or PyTorch's in bfloat16 alone.
+
+  Args:
+    x_MD: rows, sorted by group.
+    weight_EDF: one matrix a group, in the same dtype.
+    sizes_E: number of rows of each group; their sum is M.
+    asked: what `ops.kernels` says of this op.
+  """
+  ends_E = sizes_E.cumsum(0)
+  if kernel_for("grouped_matmul", asked, x_MD) == "triton":
+    edges = ends_E.new_zeros(1), ends_E, ends_E.new_full((1,), len(x_MD))
+    return torch.ops.ats_jax.grouped_matmul(x_MD, weight_EDF, torch.cat(edges).int(), False)
   if x_MD.is_cuda and x_MD.dtype == torch.bfloat16:
-    return F.grouped_mm(x_MD, weight_EDF, offs=sizes_E.cumsum(0).int())
+    return F.grouped_mm(x_MD, weight_EDF, offs=ends_E.int())
   rows = x_MD.split(sizes_E.tolist())
   return torch.cat([x @ weight for x, weight in zip(rows, weight_EDF.unbind(), strict=True)])
 

@@ -8,7 +8,9 @@ import ast
 from pathlib import Path
 
 MODULE = "modeling_ats_jax"
-PARTS = ("settings", "metal", "layers", "attention", "moe", "mod", "decoder", "hf")  # as imported
+PARTS = (  # as imported
+  *("settings", "kernels", "metal", "layers", "attention", "moe", "mod", "decoder", "hf"),
+)
 HEADER = '''\
 """The decoder of ats_jax in PyTorch, in one file.
 

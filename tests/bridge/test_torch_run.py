@@ -258,7 +258,9 @@ def test_float16_skips_what_overflows():
 
 
 def test_a_run_in_float16(tmp_path):
-  cfg = settings(tmp_path, "moe", **{"num_steps": 12})
+  # As of a file that is for JAX on a GPU too: here JAX is on the CPU, and makes no step.
+  changes = {"num_steps": 12, "ops.kernels": {"attention": "cudnn"}}
+  cfg = settings(tmp_path, "moe", **changes)
   options = loop.Options(torch.device("cpu"), torch.float16)
   assert loop.train(cfg, parse(tmp_path / "run"), options)
   found = rows(tmp_path / "run")
@@ -286,6 +288,12 @@ def test_flags_of_jax_alone_are_refused_and_a_file_may_have_them():
       loop.check_given(cfg, [name])
   loop.check_given(cfg, ["moe.num_experts", "seed", "mesh.tensor"])
   loop.check_given(cfg, ["mesh.fsdp"], lambda: {"mesh.fsdp": 4})
+  of_kernels = lambda table: with_settings(Config(), {"ops.kernels": table})
+  loop.check_given(of_kernels({"attention": "triton", "grouped_matmul": "xla"}), ["ops.kernels"])
+  for table in ({"attention": "cudnn"}, {"rms_norm": "cuda"}):
+    loop.check_given(of_kernels(table), [])
+    with pytest.raises(ValueError, match=r"^ops.kernels: \w+=\w+ does nothing with bridge train"):
+      loop.check_given(of_kernels(table), ["ops.kernels"])
 
 
 def test_devices_and_formats_that_are_not_there():

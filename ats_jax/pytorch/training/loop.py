@@ -17,7 +17,7 @@ from ats_jax.checkpoint import CheckpointManager, StopSignal, abstract_like, wor
 from ats_jax.config import Config
 from ats_jax.config.build import CHANGES, resolve
 from ats_jax.config.names import KINDS, default_of, flatten, settings, to_dict
-from ats_jax.config.schema import MeshConfig
+from ats_jax.config.schema import MeshConfig, OpsConfig
 from ats_jax.config.schema.setting import Kinds
 from ats_jax.data.batch import POSITION
 from ats_jax.data.rows.contract import Rows, TrainRows
@@ -36,6 +36,7 @@ from ats_jax.metrics.throughput import Throughput
 from ats_jax.metrics.writer import MetricWriter
 from ats_jax.model.layout import stacks
 from ats_jax.pytorch.decoder import Decoder
+from ats_jax.pytorch.kernels import ASKED, TRITON_OPS, chosen_kernels
 from ats_jax.pytorch.training import device as devices
 from ats_jax.pytorch.training.device import LossScale
 from ats_jax.pytorch.training.lora import MERGED, Adapters, Lora
@@ -65,7 +66,7 @@ _WITHOUT_EFFECT = (
   "log.profile_",
   "mesh.",
   "moe.exchange.",
-  "ops.",
+  "ops.strict",
   "step.compiler_options",
   "step.remat_stages",
   "step.scan_unroll",
@@ -144,6 +145,13 @@ def check_given(
     ValueError: naming the first.
   """
   flat, fields = flatten(cfg), settings(cfg)
+  if "ops.kernels" in given:
+    for op, kernel in cfg.ops.kernels.items():
+      if op not in TRITON_OPS or kernel not in ASKED:
+        raise ValueError(
+          f"ops.kernels: {op}={kernel} does nothing with bridge train, which has "
+          f"{' and '.join(TRITON_OPS)}: {' or '.join(ASKED)} (PyTorch's own). Leave it out."
+        )
   for name in (f"{name}.{Kinds.TAG}" if name in KINDS else name for name in given):
     if (
       name.startswith(_WITHOUT_EFFECT)
@@ -179,6 +187,7 @@ class TorchRun:
     meter: measures tokens and steps a second.
     goodput: adds up where the wall time goes.
     progress: shows the newest row of metrics.
+    kernels: implementations of ops, by name, where PyTorch has several.
     scores: metrics of the last evaluation, if it was of these weights; else None.
   """
 
@@ -200,6 +209,7 @@ class TorchRun:
   meter: Throughput
   goodput: Goodput
   progress: ProgressBar
+  kernels: Mapping[str, str]
   scores: dict[str, float] | None = None
 
   @property
@@ -275,7 +285,7 @@ class TorchRun:
       **self.goodput.summary(),
       **memory_metrics(),
       **devices.memory(self.device),
-      "kernels": {},
+      "kernels": self.kernels,
       "compiler_options": {},
       "compilation_cache": "off: PyTorch",
     }
@@ -383,7 +393,9 @@ def _open(
   cfg, length = with_num_steps(cfg, train_set, done)
   workdir.write_config(folder, cfg)
   cfg = resolve(cfg, train_set.info.tokenizer.vocab_size)
-  cfg = dataclasses.replace(cfg, mesh=MeshConfig())
+  kernels = chosen_kernels(cfg, options.device, options.dtype)
+  model = Decoder(cfg, options.dtype, remat=cfg.step.remat != "none").to(options.device)
+  cfg = dataclasses.replace(cfg, mesh=MeshConfig(), ops=OpsConfig())  # JAX is on the CPU
   mesh = make_mesh(cfg, jax.devices()[:1])
   enter(jax.set_mesh(mesh))
   program = make_program(cfg)
@@ -391,7 +403,6 @@ def _open(
   origin = ResumePoint()
   if newest is not None:
     origin = ResumePoint(*newest, lambda like: checkpoints.read(newest[0], like))
-  model = Decoder(cfg, options.dtype, remat=cfg.step.remat != "none").to(options.device)
   if options.lora is None:
     adapters, optimizer = None, optimizer_of(cfg, model, abstract)
     to_torch(cfg, restored_or_new(program, origin, initial, train_set), model, optimizer)
@@ -452,6 +463,7 @@ def _open(
     meter,
     goodput,
     progress,
+    kernels,
   )
 
 
