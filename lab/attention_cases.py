@@ -19,6 +19,7 @@ def attention_case(
   *,
   window: int | None = None,
   with_sinks: bool = False,
+  soft_cap: float | None = None,
 ) -> Case:
   """Causal attention in rows of equal segments, of which a row may hold `segments`.
 
@@ -45,15 +46,17 @@ def attention_case(
       max_segments=segments + 1,
       kernels=kernels,
       window=window,
+      soft_cap=soft_cap,
       sinks_N=sinks if with_sinks else None,
     )
 
   large, small = batch * heads * seq**2 > 2**30, None
   if large:
     shape = segments, heads, kv_heads, head_dim
-    small = attention_case(1, 2048, *shape, window=window, with_sinks=with_sinks)
+    small = attention_case(1, 2048, *shape, window=window, with_sinks=with_sinks, soft_cap=soft_cap)
   gradients = (0, 1, 2, 3) if with_sinks else (0, 1, 2)
   extras = (f", window {window}" if window else "") + (", sinks" if with_sinks else "")
+  extras += f", soft cap {soft_cap:g}" if soft_cap else ""
   return Case(
     "attention",
     f"B{batch} S{seq} {segments} segments {heads}/{kv_heads} x {head_dim}{extras}",
@@ -82,9 +85,12 @@ def real_cases() -> list[Case]:
     attention_case(1, 16384, 1, with_sinks=True),
     attention_case(4, 4096, 1, window=1024),
     attention_case(1, 16384, 1, window=1024),
+    attention_case(4, 4096, 8, window=1024),
+    attention_case(4, 4096, 8, 16, 4, 256),
+    attention_case(4, 4096, 1, soft_cap=50.0),
   ]
 
 
 def toy_cases() -> list[Case]:
   """Seconds on a CPU."""
-  return [attention_case(1, 64, 4, 4, 2, 8)]
+  return [attention_case(1, 64, 4, 4, 2, 8), attention_case(1, 64, 1, 4, 2, 8, soft_cap=2.0)]

@@ -39,8 +39,14 @@ PEAKS = {"NVIDIA H200": (4.8e12, 989e12), "NVIDIA H100 80GB HBM3": (3.35e12, 989
 Row = dict[str, Any]
 
 
-def measure_case(case: Case, *, check_only: bool, with_torch: bool) -> Iterator[Row]:
-  """Rows of one case: each pass in each implementation, then the rivals."""
+def measure_case(
+  case: Case, *, check_only: bool, with_torch: bool, with_xla: bool = True
+) -> Iterator[Row]:
+  """Rows of one case: each pass in each implementation, then the rivals.
+
+  Without `with_xla`, results are compared with XLA's all the same, but its versions are not timed.
+  """
+  of_xla = {"xla", *(k.name for k in implementations.OPS[case.op].kernels if k.is_xla)}
   checked = case.check or case
   for name in case.passes:
     args = checked.arguments(name, seed=1)  # other inputs than the timed ones
@@ -48,6 +54,8 @@ def measure_case(case: Case, *, check_only: bool, with_torch: bool) -> Iterator[
     compiled = {"xla": jax.jit(checked.compute(name, XLA)).lower(*args).compile()}
     allowed = relative_errors(compiled["xla"](*args), exact)
     for implementation, chosen in variants(case, name):
+      if not with_xla and implementation in of_xla:
+        continue
       row = _row(case, name, implementation)
       try:
         if implementation not in compiled:
@@ -189,6 +197,7 @@ _ONLY = flags.DEFINE_list("only", [], "Ops to measure; all without it.")
 _SHAPES = flags.DEFINE_string("shapes", "", "Only cases whose shape, as it is printed, has this.")
 _TOY = flags.DEFINE_bool("toy", False, "Tiny shapes: a test that everything runs.")
 _CHECK = flags.DEFINE_bool("check_only", False, "Errors only, nothing is timed.")
+_XLA = flags.DEFINE_bool("xla", True, "Time XLA's own versions, which take most of the time.")
 _TORCH = flags.DEFINE_bool("torch", True, "Time torch too, if it is there.")
 _OUT = flags.DEFINE_string(
   "out", None, "File for the JSON lines and, beside it, .md for the table."
@@ -216,7 +225,8 @@ def main(argv: list[str]) -> int:
     emit(versions | (rivals.versions() if _TORCH.value else {}))
     for case in asked:
       logging.info("%s %s", case.op, case.shape)
-      for row in measure_case(case, check_only=_CHECK.value, with_torch=_TORCH.value):
+      how = {"with_torch": _TORCH.value, "with_xla": _XLA.value}
+      for row in measure_case(case, check_only=_CHECK.value, **how):
         rows.append(row)
         emit(row)
   print(markdown(rows), flush=True)

@@ -41,7 +41,7 @@ def _torch() -> Any:
 def torch_times(case: Case, pass_name: str) -> Iterator[tuple[str, float, int]]:
   """(name, seconds of a call, peak bytes beside the arguments) of each rival that exists."""
   torch = _torch()
-  if torch is None or case.op not in FUNCTIONS or "sinks" in case.shape:
+  if torch is None or case.op not in FUNCTIONS or "sinks" in case.shape or "cap" in case.shape:
     return
   torch._dynamo.reset()
   args = jax.tree.map(_to_torch, case.arguments(pass_name, 0))
