@@ -5,6 +5,7 @@ There is nothing to tune in it, so `ats_jax tune` does without.
 
 import jax.numpy as jnp
 
+from ats_jax.config.schema import Config, ModelConfig
 from ats_jax.ops.attention.causal import attention
 from ats_jax.verbs.bench.cases import Case, Pass, normal
 
@@ -69,6 +70,7 @@ def attention_case(
     },
     has_xla=not large,
     check=small,
+    cfg=Config(model=ModelConfig(attn_soft_cap=soft_cap or 0.0)),
   )
 
 

@@ -15,7 +15,6 @@ from typing import Any, TextIO
 import jax
 from absl import flags, logging
 
-from ats_jax.config.schema import Config
 from ats_jax.ops import implementations
 from ats_jax.ops.registry import XLA, Kernels
 from ats_jax.ops.requirements import this_device
@@ -29,8 +28,6 @@ from lab import attention_cases, rivals
 # Beside XLA's own error against float32, what a kernel may have: twice that, or one bfloat16
 # rounding where XLA is exact.
 ERROR_FACTOR, ERROR_FLOOR = 2.0, 4e-3
-
-ANY_RUN = Config()  # kernels say of it whether this device suits them
 
 # Memory bytes/s and bfloat16 FLOP/s of the datasheets; docs/reference/performance.md says what is
 # reached.
@@ -91,7 +88,7 @@ def variants(case: Case, pass_name: str) -> list[tuple[str, Kernels]]:
   device, found = this_device(), [("xla", XLA)]
   for kernel in implementations.OPS[case.op].kernels:
     slots = [s for s in case.passes[pass_name].slots if s in kernel.where]
-    if slots and not kernel.obstacle(ANY_RUN, device):
+    if slots and not kernel.obstacle(case.cfg, device):
       names = tuple((f"{case.op}.{s}", kernel.name) for s in slots)
       asked = tuple(slot for slot, _ in names)
       found.append((kernel.name, Kernels(names, tuned_for=device.kind, asked=asked)))

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ats_jax.config.schema import Config
 from ats_jax.ops.adamw import UpdateScalars, adamw_update
 from ats_jax.ops.cross_entropy import HEAD_AXES, final_activation_axes, linear_cross_entropy
 from ats_jax.ops.dispatch import sort_by_expert, sum_rows, take_rows
@@ -58,6 +59,7 @@ class Case:
     rivals: other jax functions `(*args)` of the value pass, e.g. the library's nearest.
     has_xla: False where XLA's version does not fit in memory; then it is checked at `check`.
     check: the same case at a size where float32 XLA fits; None = this one.
+    cfg: a run with the case's options, of which kernels say whether they can run.
     feed: `(args, results)` -> the next call's arguments, of an op that works in place.
   """
 
@@ -71,6 +73,7 @@ class Case:
   has_xla: bool = True
   check: "Case | None" = None
   feed: Callable | None = None
+  cfg: Config = dataclasses.field(default_factory=Config)
 
   def compute(self, pass_name: str, kernels: Kernels) -> Callable:
     """The function `(*args, *cotangents)` of a pass."""
