@@ -178,7 +178,7 @@ def cases() -> list[Case]:
          NO_TRITON, like=f"{model} one")
     for model in ("experts", "16")
     for way in (
-      "allgather", "allgather moe.exchange.factor=1.25", "bins",
+      "allgather", "allgather moe.exchange.factor=1.25",
       "hierarchical moe.exchange.hosts=2",
       "allgather moe.exchange.factor=1.25 mesh.keep_gathered=true mesh.copy_engines=true",
     )
@@ -224,7 +224,6 @@ def four() -> list[Case]:
                     "precision.fp8=true", "", 6, "1.5B 8bit one", traced=False))  # fmt: skip
   exchanges = {
     "expert": "mesh.expert=4 moe.exchange.factor=1.25",
-    "bins": "mesh.expert=4 moe.exchange=bins",
     "two": "mesh.expert=2 mesh.fsdp=2 moe.exchange.factor=1.25",
     "expert copies": "mesh.expert=4 moe.exchange.factor=1.25 mesh.keep_gathered=true "
     "mesh.copy_engines=true",

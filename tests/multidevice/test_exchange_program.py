@@ -88,11 +88,6 @@ def test_one_gather_of_tokens_and_one_sum_of_blocks_each_way():
   assert len(in_loop(bounded, True)) == 5
 
 
-def test_bins_travel_to_the_experts_and_back():
-  shapes = [shape for kind, shape, _ in collectives_of_rows(program(forward, "bins", 4.0))]
-  assert shapes == [(2 * TOKENS, WIDTH)] * 2  # of a tuple, one a device
-
-
 @pytest.mark.parametrize("how", ["allgather", pytest.param("hierarchical", marks=pytest.mark.mesh)])
 def test_the_shared_expert_and_the_exchange_do_not_wait_for_each_other(how):
   """So that a scheduler can run them at the same time."""
