@@ -1,4 +1,4 @@
-r"""Speed, memory and what is not hidden, of training steps on one to four GPUs of one machine.
+r"""Speed, memory and what is not hidden, of training steps on one to eight GPUs of one machine.
 
 Compiles the steps of all cases at once, each in a process of its own; then times one after the
 other, taken from the compilation cache: random tokens, steps that are queued, twice, and a trace of
@@ -8,7 +8,10 @@ and a step goes at the pace of the slowest: `of_all` is the share of what all ma
 `of_slowest` of what as many of the slowest would make. Writes as it goes:
 results.jsonl (a row a case), log.txt, and buffers.txt.gz (of the case of --dump, how XLA lays out
 its memory).
-Command: python -m lab.meshes --out=FOLDER [--cases=1.5B,8B] [--budget_secs=560] [--toy]
+The cases of eight GPUs ("1.5B eight", "8B eight", ...) were compiled and run with --toy on a CPU
+only: no machine with eight GPUs has run them. `lab/two_hosts.sh` is for two machines.
+Command: python -m lab.meshes --out=FOLDER [--gpus=8] [--cases=1.5B,"8B eight"] [--budget_secs=560]
+  [--toy]
 """
 
 import collections
@@ -178,12 +181,12 @@ def cases() -> list[Case]:
          NO_TRITON, like=f"{model} one")
     for model in ("experts", "16")
     for way in (
-      "allgather", "allgather moe.exchange.factor=1.25", "bins",
+      "allgather", "allgather moe.exchange.factor=1.25",
       "hierarchical moe.exchange.hosts=2",
       "allgather moe.exchange.factor=1.25 mesh.keep_gathered=true mesh.copy_engines=true",
     )
   ]  # fmt: skip
-  found += four()
+  found += four() + eight()
   chosen = _CASES.value or [""]
   begins = lambda case, name: f"{case.name} ".startswith(f"{name} ".lstrip())
   order = [next((i for i, name in enumerate(chosen) if begins(c, name)), -1) for c in found]
@@ -224,7 +227,6 @@ def four() -> list[Case]:
                     "precision.fp8=true", "", 6, "1.5B 8bit one", traced=False))  # fmt: skip
   exchanges = {
     "expert": "mesh.expert=4 moe.exchange.factor=1.25",
-    "bins": "mesh.expert=4 moe.exchange=bins",
     "two": "mesh.expert=2 mesh.fsdp=2 moe.exchange.factor=1.25",
     "expert copies": "mesh.expert=4 moe.exchange.factor=1.25 mesh.keep_gathered=true "
     "mesh.copy_engines=true",
@@ -267,6 +269,39 @@ def four() -> list[Case]:
     for size, length in (("long", 32_768), ("longer", 131_072))
     for name, way in ways.items()
   ]  # fmt: skip
+  return cases
+
+
+def eight() -> list[Case]:
+  """Cases of eight GPUs of one machine, which no such machine has run yet."""
+  copies = "mesh.fsdp=8 mesh.keep_gathered=true mesh.copy_engines=true"
+  meshes = {
+    "fsdp": "mesh.fsdp=8",
+    "copies": copies,
+    "hsdp": "mesh.data=2 mesh.fsdp=4",
+    "tensor": "mesh.tensor=2 mesh.fsdp=4",
+  }
+  cases = [
+    Case(f"{model} eight {name}", 8, f"data.batch_size={rows} {mesh}", "", 6, f"{model} one",
+         traced=False)
+    for model, rows in (("1.5B", 64), ("8B", 32))
+    for name, mesh in meshes.items()
+  ]  # fmt: skip
+  spread = {name: meshes[name] for name in ("fsdp", "copies")}
+  spread |= {
+    "expert": "mesh.expert=8 moe.exchange.factor=1.25",
+    "two": "mesh.expert=2 mesh.fsdp=4 moe.exchange.factor=1.25",
+  }
+  cases += [
+    Case(f"{model} eight {name}", 8, f"data.batch_size=32 {mesh}", NO_TRITON, 6,
+         "experts one" if model == "experts" else "", traced=False)
+    for model in ("experts", "fine")
+    for name, mesh in spread.items()
+  ]  # fmt: skip
+  longer = "data.seq_len=131072 data.batch_size=1 step.remat=qkv mesh.context=8"
+  cases += [
+    Case(f"{model} eight longer", 8, longer, "", 2, traced=False) for model in ("1.5B", "8B")
+  ]
   return cases
 
 

@@ -12,7 +12,6 @@ from absl import app
 from ats_jax.metrics.memory import GIB
 from ats_jax.planner.describe import describe, planned_bytes
 from lab.planned_times import (
-  BINS,
   COPIED,
   CUT,
   DENSE,
@@ -138,8 +137,7 @@ STEPS = (
   Measured("H100", 2, "16 layers, expert", f"{SIXTEEN} {EXPERT}", 8, 50.1),
   Measured("H100", 2, "the same, less room", f"{SIXTEEN} {LESS}", 8, 46.0),
   Measured("H100", 2, "the same, copied", f"{SIXTEEN} {LESS} {COPIES}", 8, 51.4),
-  Measured("H100", 2, "16 layers, expert, bins", f"{SIXTEEN} {EXPERT} {BINS}", 8, 50.1),
-  Measured("H100", 2, "the same, two hosts", f"{SIXTEEN} {EXPERT} {HOSTS}", 8, 50.2),
+  Measured("H100", 2, "16 layers, expert, two hosts", f"{SIXTEEN} {EXPERT} {HOSTS}", 8, 50.2),
   Measured("H100", 2, "two rows of 32,768, context", f"{LONG} {CUT}", 2, 48.5),
   Measured("H100", 2, "the same, remat=attention", f"{LONG} {ONCE}", 2, 52.5),
   Measured("H100", 2, "two rows, tensor", f"{LONG} {TENSOR}", 2, 53.2),

@@ -39,7 +39,7 @@ NAMES = "step.remat=none step.remat_stages=names"
 SENT = "mesh.compress_gradients=fp8"
 FSDP, KEPT = "mesh.fsdp=2", "mesh.fsdp=2 mesh.keep_gathered=true"
 COPIED = f"{KEPT} mesh.copy_engines=true"
-BINS, HOSTS = "moe.exchange=bins", "moe.exchange=hierarchical moe.exchange.hosts=2"
+HOSTS = "moe.exchange=hierarchical moe.exchange.hosts=2"
 EXPERT, FEWER = "mesh.expert=2", "moe.exchange.factor=1.25"
 TWENTY = f"{DENSE} model.num_layers=20"
 ROUNDS = f"{STAGE} mesh.stage_rounds=2"
@@ -62,7 +62,6 @@ BY_COPIES = "mesh.copy_engines=true"
 STAGED, EIGHT4 = f"{STAGE} mesh.fsdp=2", f"{COPIED4} precision.fp8=true"
 LESS4, BOTH = f"mesh.expert=4 {FEWER}", f"mesh.expert=2 mesh.fsdp=2 {FEWER}"
 SWAPPED4 = f"{LESS4} mesh.keep_gathered=true {BY_COPIES}"
-BINS4 = f"mesh.expert=4 {BINS}"
 
 
 class Measured(NamedTuple):
@@ -145,8 +144,7 @@ STEPS = (
   Measured("H200", 2, "the same, qkv", f"{LONG} {INPUTS} data.batch_size=2", 5014),
   Measured("H200", 2, "131,072, attention", f"{LONGEST} {ONCE} data.batch_size=1", 22168),
   Measured("H200", 2, "the same, qkv", f"{LONGEST} {INPUTS} data.batch_size=1", 21452),
-  Measured("H100", 2, "16 layers, bins", f"{SIXTEEN} {EXPERT} {BINS} data.batch_size=8", 476),
-  Measured("H100", 2, "the same, two hosts", f"{SIXTEEN} {EXPERT} {HOSTS} data.batch_size=8", 466),
+  Measured("H100", 2, "16 layers, two hosts", f"{SIXTEEN} {EXPERT} {HOSTS} data.batch_size=8", 466),
   Measured("H100", 4, "1.5B, float32 weights, fsdp", f"{FSDP4} data.batch_size=32", 556),
   Measured("H100", 4, "1.5B, fsdp", f"{SHORT} {FSDP4} data.batch_size=32", 555),
   Measured("H100", 4, "1.5B, fsdp, kept", f"{SHORT} {KEPT4} data.batch_size=32", 549),
@@ -181,7 +179,6 @@ STEPS = (
   ),
   Measured("H100", 4, "the same, copied", f"{SIXTEEN} {SWAPPED4} data.batch_size=16", 447),
   Measured("H100", 4, "16 layers, expert=2, fsdp=2", f"{SIXTEEN} {BOTH} data.batch_size=16", 455),
-  Measured("H100", 4, "16 layers, bins", f"{SIXTEEN} {BINS4} data.batch_size=16", 466),
   Measured("H100", 4, "64 experts, 12 layers, fsdp", f"{HALF} {FSDP4} data.batch_size=16", 237),
   Measured("H100", 4, "64 experts, 12 layers, copied", f"{HALF} {COPIED4} data.batch_size=16", 214),
   Measured("H100", 4, "64 experts, 12 layers, expert", f"{HALF} {LESS4} data.batch_size=16", 229),
@@ -193,7 +190,6 @@ STEPS = (
     f"{HALF} {BOTH} data.batch_size=16",
     234,
   ),
-  Measured("H100", 4, "64 experts, 12 layers, bins", f"{HALF} {BINS4} data.batch_size=16", 309),
   Measured("H100", 4, "64 experts, fsdp", f"{MANY} {FSDP4} data.batch_size=16", 424),
   Measured("H100", 4, "64 experts, fsdp, kept", f"{MANY} {KEPT4} data.batch_size=16", 378),
   Measured("H100", 4, "64 experts, copied", f"{MANY} {COPIED4} data.batch_size=16", 381),
@@ -206,7 +202,6 @@ STEPS = (
   Measured("H100", 4, "8 experts, expert", f"{EIGHT} {LESS4} data.batch_size=16", 655),
   Measured("H100", 4, "the same, copied", f"{EIGHT} {SWAPPED4} data.batch_size=16", 648),
   Measured("H100", 4, "8 experts, expert=2, fsdp=2", f"{EIGHT} {BOTH} data.batch_size=16", 660),
-  Measured("H100", 4, "8 experts, bins", f"{EIGHT} {BINS4} data.batch_size=16", 681),
   Measured("H100", 4, "11.4B, float32 weights, fsdp", f"{ELEVEN} {FSDP4} data.batch_size=4", 744),
   Measured("H100", 4, "34.4B, rows of 1,024, fsdp", f"{THIRTY} {FSDP4} data.batch_size=4", 955),
   Measured("H100", 1, "64 experts, 12 layers", f"{HALF} data.batch_size=4", 204),

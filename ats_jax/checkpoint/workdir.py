@@ -41,6 +41,8 @@ REMOVED = {
   "mesh": {"context_ring": False, "shard_residuals": False},
   "orchestrator": {"confidence": 0.75, "branch_steps": 0},
 }
+# Kinds of a section that were removed, by its path, each with the one that takes its place.
+REMOVED_KINDS = {("moe", "exchange"): {"bins": "allgather"}}
 
 
 @contextlib.contextmanager
@@ -214,6 +216,15 @@ def _read_config(path: Path) -> dict[str, Any]:
           f"{path} has {section}.{name}={was}, a setting that was removed. Go on with the version "
           f"that wrote it ({METADATA} names it), or write {now} there to go on without it."
         )
+  for (section, field), kinds in REMOVED_KINDS.items():
+    of_section = values.get(section)
+    kind = of_section.get(field) if isinstance(of_section, dict) else None
+    name = kind.get("name") if isinstance(kind, dict) else None
+    if isinstance(name, str) and name in kinds:
+      raise ValueError(
+        f'{path} has {section}.{field}.name="{name}", a kind that was removed. Go on with the '
+        f'version that wrote it ({METADATA} names it), or write "{kinds[name]}" there.'
+      )
   return values
 
 

@@ -1,4 +1,4 @@
-"""Expert parallelism: tokens go to the devices of their experts and back, by three exchanges.
+"""Expert parallelism: tokens go to the devices of their experts and back, by two exchanges.
 
 For local arrays: call these inside an island. Each exchange has room for `factor` times the rows
 that a device receives on average. Rows that do not fit are computed in further passes with the same
@@ -25,7 +25,6 @@ from ats_jax.ops.registry import Kernels
 from ats_jax.sharding.apply import (
   Groups,
   all_gather,
-  all_max,
   all_sum,
   all_to_all,
   axis_index,
@@ -205,36 +204,8 @@ def _distinct_hosts(host_NK, hosts):
   return jnp.sort(jnp.where(is_again_NK, hosts, sorted_NK), axis=1)[:, :hosts]
 
 
-def _bins(x_ND, expert_NK, weight_NK, weights, experts):
-  """Send each choice's row to its device alone, in one block for each pair of devices."""
-  ways, (tokens, choices) = num_shards("experts"), expert_NK.shape
-  most = tokens * min(choices, experts.num_local)
-  rows = min(most, _round_up(experts.factor * tokens * choices / ways))
-  places = place_in_bins(expert_NK // experts.num_local, ways, most)
-  sizes_R = jnp.sum(places.choice_M.reshape(ways, most) < expert_NK.size, axis=1)
-  run_pass = functools.partial(_bins_pass, experts=experts, rows=rows)
-  routing = places, expert_NK % experts.num_local
-  fullest = all_max(jnp.max(sizes_R), "experts")
-  y_ND = _in_passes(run_pass, rows, most, fullest, routing, x_ND, weight_NK, weights)
-  return y_ND, jnp.sum(jnp.maximum(sizes_R - rows, 0))
-
-
-def _bins_pass(start, routing, x_ND, weight_NK, weights, *, experts, rows):
-  (places, local_NK), kernels = routing, experts.kernels
-  here = slot_window(places, num_shards("experts"), start, rows)
-  sent_M = local_NK.reshape(-1).at[here.choice_M].get(mode="fill", fill_value=experts.num_local)
-  sent = sent_M, take_rows(x_ND, here, kernels)
-  received_M, rows_MD = (all_to_all(a, "experts") for a in sent)
-  inner, sizes_E = sort_by_expert(received_M[:, None], experts.num_local, kernels)
-  y_MD = experts.compute(take_rows(rows_MD, inner, kernels), sizes_E, weights)
-  ones = jnp.ones(inner.slot_NK.shape, weight_NK.dtype)
-  y_MD = all_to_all(sum_rows(y_MD, ones, inner, kernels), "experts")
-  return sum_rows(y_MD, weight_NK, here, kernels)
-
-
 EXCHANGES = {
   "allgather": _allgather,
-  "bins": _bins,
   "hierarchical": _hierarchical,
 }
 

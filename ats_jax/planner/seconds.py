@@ -345,9 +345,8 @@ def _exchanged(cfg: Config, tokens: int, hardware: Hardware) -> float | None:
   again, twice = cfg.step.remat != "none", 2 * _is_staged()
   a_token = cfg.model.d_model * jnp.dtype(cfg.precision.compute_dtype).itemsize
   in_memory = lambda passes, size: passes * size / hardware.memory_bytes_per_sec
-  if moe.dispatch == "capacity" or moe.exchange.name == "bins":
-    room = moe.capacity_factor if moe.dispatch == "capacity" else moe.exchange.factor
-    size = room * tokens * moe.top_k * a_token
+  if moe.dispatch == "capacity":
+    size = moe.capacity_factor * tokens * moe.top_k * a_token
     one_way = hardware.seconds("all_to_all", round(size), ways)
     return _sum([_multiply(4 + 2 * again + twice, one_way), in_memory(PLACED_PASSES, size)])
   of_host, sent, between = tokens, 0.0, 0.0

@@ -281,7 +281,8 @@ def test_what_pytorch_has_not_is_named(tmp_path):
 
 
 def test_flags_of_jax_alone_are_refused_and_a_file_may_have_them():
-  changes = {"mesh.fsdp": 4, "log.profile_step": 2, "moe.exchange": "bins", "moe.num_experts": 4}
+  changes = {"mesh.fsdp": 4, "log.profile_step": 2}
+  changes |= {"moe.exchange": "hierarchical", "moe.num_experts": 4}
   cfg = with_settings(Config(), changes)
   for name in ("mesh.fsdp", "log.profile_step", "moe.exchange", "moe.exchange.name"):
     with pytest.raises(ValueError, match=rf"^{name}\S*=\w+ does nothing with bridge train"):

@@ -42,8 +42,8 @@ def with_gradients(layer, x_BTD, valid_BT):
 
 
 @functools.cache
-def program(f, how, factor):
-  """The text of a compiled layer."""
+def program(how, factor):
+  """The text of a compiled layer and its gradients."""
   cfg = tiny_config(LAYER | {"moe.exchange": how, "moe.exchange.factor": factor})
   plan = use_plan("default", hosts=2 if how == "hierarchical" else 1)
   with jax.set_mesh(make_test_mesh(1, 1, 1, WAYS)), plan:
@@ -51,7 +51,7 @@ def program(f, how, factor):
     x = np.random.default_rng(0).standard_normal((BATCH, SEQ, WIDTH)).astype(np.float32)
     x = reshard(jnp.array(x), "batch", "seq", "act_embed")
     valid = reshard(jnp.ones((BATCH, SEQ), bool), "batch", "seq")
-    return jax.jit(f).lower(layer, x, valid).compile().as_text()
+    return jax.jit(with_gradients).lower(layer, x, valid).compile().as_text()
 
 
 def collectives_of_rows(text):
@@ -78,26 +78,20 @@ SCATTER = ("reduce-scatter", (TOKENS, WIDTH))
 @pytest.mark.thorough
 def test_one_gather_of_tokens_and_one_sum_of_blocks_each_way():
   """The gather's derivative is a sum of blocks, and that of the sum a gather."""
-  f, once = with_gradients, [GATHER, GATHER, SCATTER, SCATTER]
+  once = [GATHER, GATHER, SCATTER, SCATTER]
   in_loop = lambda found, inside: [(kind, shape) for kind, shape, loop in found if loop == inside]
-  whole = collectives_of_rows(program(f, "allgather", float(WAYS)))
+  whole = collectives_of_rows(program("allgather", float(WAYS)))
   assert in_loop(whole, False) == once
   assert not in_loop(whole, True)  # room for all: there are no further passes
-  bounded = collectives_of_rows(program(f, "allgather", 1.0))
+  bounded = collectives_of_rows(program("allgather", 1.0))
   assert in_loop(bounded, False) == once  # what a further pass needs stays in its loop
   assert len(in_loop(bounded, True)) == 5
-
-
-def test_bins_travel_to_the_experts_and_back():
-  shapes = [shape for kind, shape, _ in collectives_of_rows(program(forward, "bins", 4.0))]
-  assert shapes == [(2 * TOKENS, WIDTH)] * 2  # of a tuple, one a device
 
 
 @pytest.mark.parametrize("how", ["allgather", pytest.param("hierarchical", marks=pytest.mark.mesh)])
 def test_the_shared_expert_and_the_exchange_do_not_wait_for_each_other(how):
   """So that a scheduler can run them at the same time."""
-  f = with_gradients
-  text = program(f, how, float(WAYS))
+  text = program(how, float(WAYS))
   entry = text[text.index("\nENTRY ") :]
   operands, shared, exchange = {}, set(), set()
   for line in entry.splitlines():

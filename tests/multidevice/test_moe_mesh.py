@@ -154,7 +154,6 @@ def test_a_layer_equals_that_of_one_device(mode, shape):
 # test_hierarchical_exchange.py has the one in two steps alone.
 EXCHANGES = [
   ("allgather", (1, 1, 1, 4), 1),
-  ("bins", (1, 2, 1, 4), 1),
   ("hierarchical", (1, 2, 1, 4), 2),
 ]
 

@@ -8,8 +8,7 @@ from ats_jax.config.schema.setting import Kinds, setting
 EXCHANGES = Kinds(
   "moe.exchange",
   "how tokens reach experts on other devices (mesh.expert, dispatch=dropless): all of them go to "
-  "all devices; each to its experts' alone, in blocks of one size; or once to each host of its "
-  "experts, and there to all devices",
+  "all devices, or each once to each host of its experts, and there to all devices",
   resume="free",
 )
 
@@ -32,14 +31,6 @@ class Exchange:
 @dataclasses.dataclass(frozen=True)
 class AllGather(Exchange):
   """All tokens go to all devices."""
-
-
-@EXCHANGES.register
-@dataclasses.dataclass(frozen=True)
-class Bins(Exchange):
-  """Each token goes to the devices of its experts, in blocks of one size."""
-
-  name: str = EXCHANGES.tag("bins")
 
 
 @EXCHANGES.register

@@ -136,7 +136,7 @@ def test_the_first_family_that_fits_is_chosen():
   for changes in (
     {"model.dropout": 0.1, "moe.aux_loss": 0.5, "moe.noise": 1.0},
     {"moe.dispatch": "capacity", "moe.capacity_factor": 2.0},
-    {"moe.exchange": "bins", "moe.exchange.factor": 2.0},
+    {"moe.exchange": "hierarchical", "moe.exchange.factor": 2.0},
   ):
     cfg = resolve(with_settings(config("mixtral"), changes), 0)
     assert choose_family(cfg).model_type == "mixtral"

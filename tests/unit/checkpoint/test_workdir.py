@@ -72,6 +72,22 @@ def test_a_setting_that_was_removed_does_no_harm_where_it_was_not_used(run):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("kept", ["allgather", "hierarchical"])
+def test_a_kind_that_was_removed_is_refused_in_one_line_and_others_are_read(run, kept):
+  values = json.loads((run / "config.json").read_text())
+  values["moe"] |= {"num_experts": 4, "exchange": {"name": "bins", "factor": 1.25}}
+  workdir.write_json(run / "config.json", values)
+  for use in (workdir.load_config, workdir.stored_settings, lambda folder: claim(folder, config())):
+    said = r'config.json has moe.exchange.name="bins", a kind that was removed.* write "allgather"'
+    with pytest.raises(ValueError, match=said) as error:
+      use(run)
+    assert "\n" not in str(error.value)
+  values["moe"]["exchange"]["name"] = kept
+  workdir.write_json(run / "config.json", values)
+  exchange = workdir.load_config(run).moe.exchange
+  assert (exchange.name, exchange.factor) == (kept, 1.25)
+
+
 def test_free_settings_may_change_and_are_logged(run, caplog):
   cfg = config(num_steps=800, log__every_steps=3)
   with caplog.at_level(logging.INFO, logger="absl"):

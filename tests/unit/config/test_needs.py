@@ -183,8 +183,10 @@ def test_what_a_condition_needs_is_needed_too():
   message = r"^moe.bias_rate=0.1 does nothing with moe.num_experts=0: it needs moe.num_experts. "
   with pytest.raises(ValueError, match=message):
     from_config_dict({"moe": {"bias_rate": 0.1}})
-  with pytest.raises(ValueError, match=r"^moe.exchange.name=bins does nothing with moe.num_exp"):
-    from_config_dict({"moe": {"exchange": "bins"}})
+  with pytest.raises(
+    ValueError, match=r"^moe.exchange.name=hierarchical does nothing with moe.num_exp"
+  ):
+    from_config_dict({"moe": {"exchange": "hierarchical"}})
 
 
 def test_a_mesh_of_one_device_refuses_no_exchange():

@@ -167,11 +167,10 @@ def test_bytes_of_tokens_on_their_way_to_experts():
   assert exchanged("names") == exchanged("full") == pytest.approx(all_kept + there)
   placed = 1.25 * 2 * own
   one_way = RATES.seconds("all_to_all", placed, 2)
-  in_blocks = {"exchange": {"name": "bins", "factor": 1.25}}
+  in_blocks = {"dispatch": "capacity", "capacity_factor": 1.25}
   all_kept = 4 * one_way + PLACED_PASSES * placed / memory
   assert exchanged(**in_blocks) == pytest.approx(all_kept)
   assert exchanged("names", **in_blocks) == pytest.approx(all_kept + 2 * one_way)
-  assert exchanged(dispatch="capacity", capacity_factor=1.25) == pytest.approx(all_kept)
 
 
 def test_stages_of_zero_differ_in_what_they_gather_and_scatter():

@@ -124,7 +124,7 @@ SPREAD = {"moe.num_experts": 8, "moe.exchange": "hierarchical", "mesh.expert": 8
     ({}, 1, "one host: as allgather"),  # all devices are of one process
     ({"moe.exchange.hosts": 2}, 2, "between 2 hosts, then within each"),
     ({"moe.exchange.hosts": 2, "mesh.expert": 1, "mesh.fsdp": 8}, 1, None),
-    ({"moe.exchange": "bins"}, 1, None),
+    ({"moe.exchange": "allgather"}, 1, None),
   ],
 )
 def test_a_plan_and_the_log_know_the_hosts_of_experts(changes, hosts, said):
