@@ -49,7 +49,10 @@ COMMON: Settings = {
 }  # fmt: skip
 ATS = (sys.executable, "-m", "ats_jax")
 QUICK = "--xla_backend_optimization_level=0"  # to compile
-TOY: Settings = {"model.vocab_size": 512, "data.max_segments": 16}
+TOY: Settings = {
+  "model.vocab_size": 512, "model.num_layers": 8, "model.num_heads": 8, "model.num_kv_heads": 8,
+  "data.max_segments": 16,
+}  # fmt: skip
 # In a loop over layers and without Triton's matmuls, as that compiles in a third of the time.
 EXPERTS: Settings = {
   "model.num_layers": 8, "moe.num_experts": 8, "moe.top_k": 2, "moe.d_ff": 4096,
