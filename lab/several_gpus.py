@@ -14,7 +14,7 @@ In this order:
   F  a pipeline with a stage on each GPU, and tensor parallelism; then B once more
 All runs train on the bytes of Python's standard library with log.every_steps=1; their speed is the
 median of the last five eighths of their steps. Runs are killed when they have made them.
-With --gpus=8 it was run with --toy on a CPU only. `lab/two_hosts.sh` is for two machines.
+It has not run on eight GPUs. `lab/two_hosts.sh` is for two machines.
 Command: python -m lab.several_gpus --out=FOLDER [--gpus=2] [--parts=A,B] [--toy]
 """
 
