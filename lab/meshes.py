@@ -8,8 +8,8 @@ and a step goes at the pace of the slowest: `of_all` is the share of what all ma
 `of_slowest` of what as many of the slowest would make. Writes as it goes:
 results.jsonl (a row a case), log.txt, and buffers.txt.gz (of the case of --dump, how XLA lays out
 its memory).
-The cases of eight GPUs ("1.5B eight", "8B eight", ...) were compiled and run with --toy on a CPU
-only: no machine with eight GPUs has run them. `lab/two_hosts.sh` is for two machines.
+The cases of eight GPUs ("1.5B eight", "8B eight", ...) have not run on such a machine, only some of
+them with --toy on a CPU. `lab/two_hosts.sh` is for two machines.
 Command: python -m lab.meshes --out=FOLDER [--gpus=8] [--cases=1.5B,"8B eight"] [--budget_secs=560]
   [--toy]
 """

@@ -14,7 +14,7 @@ In this order:
   F  a pipeline with a stage on each GPU, and tensor parallelism; then B once more
 All runs train on the bytes of Python's standard library with log.every_steps=1; their speed is the
 median of the last five eighths of their steps. Runs are killed when they have made them.
-With --gpus=8 it was run with --toy on a CPU only. `lab/two_hosts.sh` is for two machines.
+It has not run on eight GPUs. `lab/two_hosts.sh` is for two machines.
 Command: python -m lab.several_gpus --out=FOLDER [--gpus=2] [--parts=A,B] [--toy]
 """
 
@@ -49,7 +49,10 @@ COMMON: Settings = {
 }  # fmt: skip
 ATS = (sys.executable, "-m", "ats_jax")
 QUICK = "--xla_backend_optimization_level=0"  # to compile
-TOY: Settings = {"model.vocab_size": 512, "data.max_segments": 16}
+TOY: Settings = {
+  "model.vocab_size": 512, "model.num_layers": 8, "model.num_heads": 8, "model.num_kv_heads": 8,
+  "data.max_segments": 16,
+}  # fmt: skip
 # In a loop over layers and without Triton's matmuls, as that compiles in a third of the time.
 EXPERTS: Settings = {
   "model.num_layers": 8, "moe.num_experts": 8, "moe.top_k": 2, "moe.d_ff": 4096,

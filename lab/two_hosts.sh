@@ -4,16 +4,17 @@
 #   salloc --nodes=2 --ntasks-per-node=1 --gpus-per-node=8 bash lab/two_hosts.sh FOLDER
 #   bash lab/two_hosts.sh FOLDER --toy
 # FOLDER is on a file system that both see. It gets results.txt (a line a run: the median tokens/s
-# of its last half, and the last loss), and for each run a workdir and a log.
+# of its last half, and the last loss), and for each run a workdir and a log. RUNS chooses runs.
 set -u
 out=$(realpath -m "${1:?FOLDER}") toy=${2:-} gpus=${GPUS:-8} python=${PYTHON:-python}
 mkdir -p "$out/pids"
+trap 'kill $(jobs -p) 2> /dev/null' EXIT
 export XDG_CACHE_HOME=${XDG_CACHE_HOME:-$out/cache}
 if [ "$toy" = --toy ]; then
   gpus=4 config=configs/debug.py
   export JAX_PLATFORMS=cpu JAX_NUM_PROCESSES=2
   export XLA_FLAGS="--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
-  dense=(model.vocab_size=512 data.max_segments=16)
+  dense=(model.vocab_size=512 data.seq_len=64 data.max_segments=16 data.batch_size=16)
   experts=("${dense[@]}" moe.num_experts=8 moe.top_k=2 moe.d_ff=64)
 else
   config=configs/dense_1_5b.py
@@ -39,6 +40,7 @@ start() {  # NAME SETTING...
   if [ "$toy" = --toy ]; then
     export JAX_COORDINATOR_ADDRESS=localhost:$((20000 + RANDOM % 10000))
     (
+      trap 'kill "$first" "$second"' TERM  # with the script
       JAX_PROCESS_ID=0 "${command[@]}" & first=$!
       JAX_PROCESS_ID=1 "${command[@]}" & second=$!
       wait "$first"; code=$?
@@ -59,7 +61,10 @@ print(f"{sys.argv[1]}: {speed:.0f} tokens/s, loss {rows[-1]['train/loss']:.4f}, 
 END
 }
 
+runs=" ${RUNS:-fsdp replicas replicas_fp8 experts_fsdp experts_allgather experts_hierarchical lost} "
+
 timed() {  # NAME SETTING...
+  [[ $runs == *" $1 "* ]] || return
   start "$@" "num_steps=$steps"
   if wait $!; then rate "$1"; else echo "$1: ended with $?" >> "$out/results.txt"; fi
 }
@@ -72,6 +77,7 @@ until_line() {  # NAME FIRST_LINE PATTERN JOB: wait while the job runs
 }
 
 lost() {  # NAME SETTING...: process 1 is killed once there is a checkpoint; all start again
+  [[ $runs == *" $1 "* ]] || return
   start "$@" checkpoint.every_steps=10 "num_steps=$steps"
   local job=$! pid
   until_line "$1" 1 '^step +1[2-9] +train ' $job || { echo "$1: ended early" >> "$out/results.txt"; return; }
