@@ -196,9 +196,12 @@ def _last(run: RunRecord, by: str, end: float) -> float:
 
 
 def _evaluated(run: RunRecord, by: str, end: float) -> float:
-  """The validation loss at `end`; NaN if that lies outside of the evaluations."""
+  """The validation loss at `end`; NaN if that lies outside of the evaluations.
+
+  Lengths are rounded to steps, so the first evaluation may be a little later.
+  """
   x, values = curve(run, "eval/loss", by)
-  if not len(x) or not x[0] <= end <= x[-1] * (1 + 1e-9):
+  if not len(x) or x[0] > end * (1 + SAME_LENGTH) or end > x[-1] * (1 + 1e-9):
     return math.nan
   return float(np.interp(end, x, values))
 

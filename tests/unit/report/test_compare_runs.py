@@ -58,6 +58,16 @@ def test_losses_are_taken_where_the_shorter_run_ends(tmp_path):
   assert [row[3] for row in table.rows] == ["4.5000", "4.5000"]
 
 
+def test_a_first_evaluation_may_be_later_by_what_rounding_to_steps_costs(tmp_path):
+  found = []
+  for last, decay in ((100, 0.1), (104, 0.2), (120, 0.3)):
+    rows = [*training(range(10, last, 10)), *training([last]), {"step": last, "eval/loss": 4.0}]
+    folder = write_run(tmp_path / str(last), rows, {"optimizer.weight_decay": decay})
+    found.append(read_run(str(folder)))
+  losses = lambda runs: [row[3] for row in compare(groups_of(runs), "steps", 100)[1][0].rows]
+  assert losses(found[:2]) == ["4.0000", "4.0000"] and losses(found) == ["", "", ""]
+
+
 def test_axes(tmp_path):
   (run,) = runs(tmp_path, a=(0.1, (0.0,)))
   steps = np.array([0, 50, 100])
