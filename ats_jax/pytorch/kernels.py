@@ -13,6 +13,7 @@ from ats_jax.pytorch.settings import Settings
 
 TRITON_SWITCH = "ATS_TRITON"  # "off" = PyTorch's own operations, where `ops.kernels` names none
 TRITON_OPS = ("attention", "grouped_matmul")
+DEFAULTS = ("attention",)  # of these; the other was not measured beside PyTorch's own
 ASKED = ("triton", "xla")  # what `ops.kernels` may say of them; "xla" = PyTorch's own operations
 WIDEST_HEAD = 256
 
@@ -79,6 +80,8 @@ def chosen_kernel(
     name, why = "torch", f"{setting}: PyTorch's own"
   elif os.environ.get(TRITON_SWITCH) == "off":
     name, why = "torch", f"{TRITON_SWITCH}=off"
+  elif op not in DEFAULTS:
+    name, why = "torch", f"PyTorch's own; ops.kernels={op}=triton for JAX's kernel"
   elif obstacle:
     name, why = "torch", obstacle
   else:

@@ -183,11 +183,13 @@ class Run:
     """Wait for the last checkpoint and report what was reached; with a sample if `complete`."""
     if complete:
       with self.timed("sample"):
-        if self.scores is None:  # the run was complete before it began
+        was_complete = self.scores is None  # before this start: its metrics have all of it
+        if self.scores is None:
           self.scores = score_all(self.program, self.state.weights, self.eval_sets, self.step)
         if self.scores:
           found = report.scores(self.cfg, self.train_set, self.valid_set, self.scores)
-          self.writer.write_scalars(self.step, found)
+          if found and not was_complete:
+            self.writer.write_scalars(self.step, found)
         text = report.log_sample(self.program, self.folder, self.state, self.train_set)
         if text and not self._has_sample():
           self.writer.write_texts(self.step, {"sample": text})

@@ -112,8 +112,10 @@ def test_one_file(tiny, tmp_path, repeats, validated):
   book = tmp_path / "book.txt"
   book.write_text(SENTENCE * repeats, encoding="utf-8")
   own = f"data.paths={book}", "data.validation_fraction=0.02", "eval.bigram_baseline=True"
-  result = called("train", *train_flags(tmp_path / "run", *tiny, *own, "eval.every_steps=4"))
+  flags = train_flags(tmp_path / "run", *tiny, *own, "eval.every_steps=4")
+  result = called("train", *flags)
   assert result.code == 0, result.err
+  assert "is complete: step" in called("train", *flags).err  # and its baselines stay one row
   parts = json.loads((tmp_path / "run" / "data.json").read_text())["parts"]
   assert [part["name"] for part in parts] == ["training", "validation"][: 1 + validated]
   assert sum(part["tokens"] - part["documents"] for part in parts) == len(book.read_bytes())

@@ -99,6 +99,7 @@ def test_a_complete_run(settings, uninterrupted):
   before = runs.rows(uninterrupted)
   assert f"is complete: step {STEPS} of {STEPS}" in finish(uninterrupted, settings)
   assert runs.rows(uninterrupted) == before
+  assert all(len(row) > 2 for row in read_jsonl(uninterrupted / "metrics.jsonl"))  # step and time
   names = " ".join(runs.arrays(uninterrupted, STEPS))
   assert all(buffer in names for buffer in ("bias_E", "load_E", "threshold", "updates"))
 

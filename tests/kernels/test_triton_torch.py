@@ -40,10 +40,10 @@ def interpreter():
 
 
 def as_on_a_gpu():
-  """Let this process take its CPU for a GPU with Triton, float32 among the formats."""
+  """Let this process take its CPU for a GPU with Triton, float32 among the formats, in all ops."""
   torch.set_num_threads(1)
   kernels.has_triton = decoder.has_triton = lambda device: True
-  kernels._obstacle = lambda device, dtype, widths: ""
+  kernels._obstacle, kernels.DEFAULTS = lambda device, dtype, widths: "", kernels.TRITON_OPS
   for name in ("FORWARD", "FORWARD_PARTS", "KEY_GRADIENT", "QUERY_GRADIENT", "GROUPED"):
     tile = TILES[tuple(getattr(plan, name)[0].blocks)]
     setattr(plan, name, (tile,))
@@ -276,6 +276,11 @@ def test_the_choice_and_its_reason_are_logged(
 
 def test_the_environment_switches_them_off_unless_a_setting_names_them(choose, monkeypatch):
   monkeypatch.setenv("ATS_TRITON", "off")
+  assert choose(A100, "attention", "", BF16, 64, 64) == "torch"
+  assert choose(A100, "attention", "triton", BF16, 64, 64) == "triton"
+
+
+def test_the_grouped_matmul_is_no_default(choose):
   assert choose(A100, "grouped_matmul", "", BF16) == "torch"
   assert choose(A100, "grouped_matmul", "triton", BF16) == "triton"
 

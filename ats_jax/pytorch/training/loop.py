@@ -269,8 +269,10 @@ class TorchRun:
 
   def finish(self) -> None:
     """Wait for the last checkpoint; say what was reached, and write what the run took."""
+    found = None
     if self.scores:
       found = report.scores(self.cfg, self.train_set, self.valid_set, self.scores)
+    if found:
       self.writer.write_scalars(self.step, found)
     with self.goodput.timed("checkpoint"):
       self.checkpoints.wait()
