@@ -64,7 +64,8 @@ class Suite(NamedTuple):
   arms: tuple[str, ...]  # in `ARMS`, or `module:Class`
   scenarios: tuple[str, ...]
   seeds: tuple[int, ...]
-  settings: tuple[tuple[str, int | float | str], ...] = ()  # what differs from `SETTINGS`
+  # What differs from `SETTINGS`; None = it is not set.
+  settings: tuple[tuple[str, int | float | str | None], ...] = ()
   # Steps that are computed wrongly have a program of their own: in one for all, a GPU's host waits
   # at each condition.
   splits: bool = False
@@ -78,7 +79,8 @@ class Bench:
 
   def __init__(self, suite: Suite):
     config = base_config()
-    config.update_from_flattened_dict(SETTINGS | dict(suite.settings))
+    given = (SETTINGS | dict(suite.settings)).items()
+    config.update_from_flattened_dict({name: x for name, x in given if x is not None})
     cfg = from_config_dict(config)
     train, valid = open_datasets(cfg.data, 0)
     tokenizer, corpus = train.info.tokenizer, train.info.fingerprint

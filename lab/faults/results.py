@@ -2,24 +2,30 @@
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 Record = dict[str, Any]
-Key = tuple[str, str, int]  # arm, scenario, seed
+Key = tuple[Any, ...]  # values of the fields that name a run
+KEY = ("arm", "scenario", "seed")
 
 
 class Results:
   """The runs of one results file, which several processes may append to; `records` by key."""
 
-  def __init__(self, path: Path, protocol: str | None = None):
+  def __init__(self, path: Path, protocol: str | None = None, fields: Sequence[str] = KEY):
     """Read what is there; `protocol` is what new runs are made under, None without any.
+
+    Args:
+      path: of the file.
+      protocol: of all its runs.
+      fields: those that name a run.
 
     Raises:
       ValueError: if a line is malformed, or runs of another protocol are there.
     """
-    self.path, self._protocol = path, protocol
+    self.path, self._protocol, self._fields = path, protocol, fields
     self.records: dict[Key, Record] = {}
     for number, line in enumerate(_whole(path).splitlines(), 1):
       self._take(line, f"{path}:{number}")
@@ -27,7 +33,7 @@ class Results:
   def _take(self, line: str, where: str) -> None:
     try:
       record = json.loads(line)
-      key = record["arm"], record["scenario"], record["seed"]
+      key = self._key(record)
     except (json.JSONDecodeError, KeyError, TypeError) as e:
       raise ValueError(f"{where} is no run of a suite ({e}). Remove the line.") from e
     if self._protocol not in (None, record["protocol"]):
@@ -44,7 +50,10 @@ class Results:
     os.write(file, (json.dumps(record) + "\n").encode())
     os.fsync(file)
     os.close(file)
-    self.records[record["arm"], record["scenario"], record["seed"]] = record
+    self.records[self._key(record)] = record
+
+  def _key(self, record: Record) -> Key:
+    return tuple(record[name] for name in self._fields)
 
 
 def _whole(path: Path) -> str:
