@@ -15,8 +15,8 @@ import numpy as np
 
 from ats_jax.bridge.family import EXPERT, Family, Item, WeightRow, match_weights
 from ats_jax.bridge.folder import read_json
-from ats_jax.bridge.safetensors_file import Slot, Writer, read_header
-from ats_jax.bridge.transforms import Transposed
+from ats_jax.bridge.safetensors_file import Slot, Tensor, Writer, read_header
+from ats_jax.bridge.transforms import Same, Transposed
 from ats_jax.checkpoint import layout, stream, workdir
 from ats_jax.config.schema import Config
 from ats_jax.config.schema.finetune import LoRA
@@ -31,6 +31,11 @@ SUFFIXES = {
   "b": ".lora_B.weight",
   "lengths": ".lora_magnitude_vector",
 }
+OF_EMBEDDING = SUFFIXES | {"a": ".lora_embedding_A", "b": ".lora_embedding_B"}
+BASE = ".base_layer.weight"  # of a table beside whose adapter peft saves it too
+HEAD = f"{PREFIX}lm_head"
+# Of an embedding that is the head too: the head's adapter is that of the embedding transposed.
+TIED = {"a": HEAD + SUFFIXES["b"], "b": HEAD + SUFFIXES["a"]}
 # What may stand in a folder and changes what its adapters compute, with the value that is ours.
 FIXED: Mapping[str, Any] = {
   "peft_type": "LORA",
@@ -69,10 +74,15 @@ class Factor(NamedTuple):
     return isinstance(self.item.row, WeightRow) and EXPERT in self.item.row.theirs
 
   @property
+  def modules(self) -> list[str]:
+    """Names of their modules."""
+    return [name.removesuffix(".weight") for name in self.item.theirs]
+
+  @property
   def theirs(self) -> list[str]:
     """Names of their tensors."""
-    modules = (name.removesuffix(".weight") for name in self.item.theirs)
-    return [f"{PREFIX}{module}{SUFFIXES[self.kind]}" for module in modules]
+    suffix = (OF_EMBEDDING if self.item.ours == "embed" else SUFFIXES)[self.kind]
+    return [f"{PREFIX}{module}{suffix}" for module in self.modules]
 
   def to_theirs(self, ours: np.ndarray) -> list[np.ndarray]:
     """Their tensors: of the matrices transposes, one for each expert."""
@@ -116,14 +126,31 @@ def _factors(
     weight, found, kind = name.rpartition("/adapter/")
     if not found:
       continue
-    plain = whole[weight] if weight in whole else whole[f"{weight}/weight"]
-    (item,) = match_weights(family, {weight: plain.shape})
-    if not (isinstance(item.row, WeightRow) and isinstance(item.row.transform, Transposed)):
+    weight = weight if weight in whole else f"{weight}/weight"
+    (item,) = match_weights(family, {weight: whole[weight].shape})
+    if not _is_module(item):
       raise ValueError(
         f"{weight} is no matrix of its own in a {family.name} model, so peft has no name for its "
         "adapter. Export the merged model."
       )
     yield Factor(name, kind, rank, part.shape, item)
+
+
+def _is_module(item: Item) -> bool:
+  """Whether peft adapts a weight as a module of its own."""
+  row = item.row
+  if not isinstance(row, WeightRow):
+    return False
+  if "router" in item.ours.split("/"):
+    return row.theirs.endswith(".gate.weight")  # as models of experts have it that peft knows
+  return isinstance(row.transform, Same if item.ours in ("embed", "head") else Transposed)
+
+
+def _tied(cfg: Config, factors: list[Factor]) -> dict[str, Factor]:
+  """The tensors of a head that is the embedding, and of what each is the transpose."""
+  if not cfg.model.tie_embeddings:
+    return {}
+  return {TIED[factor.kind]: factor for factor in factors if factor.item.ours == "embed"}
 
 
 def write(folder: Path, cfg: Config, family: Family, model: Any, *, base: str) -> int:
@@ -145,18 +172,22 @@ def write(folder: Path, cfg: Config, family: Family, model: Any, *, base: str) -
   factors = list(_factors(family, cfg, model, parts, adapter.rank))
   unfinished = folder.with_name(folder.name + ".unfinished")
   unfinished.mkdir(parents=True, exist_ok=True)
-  slots = [Slot(name, np.dtype(np.float32), f.their_shape) for f in factors for name in f.theirs]
+  tied, wide = _tied(cfg, factors), np.dtype(np.float32)
+  slots = [Slot(name, wide, f.their_shape) for f in factors for name in f.theirs]
+  slots += [Slot(name, wide, f.their_shape[::-1]) for name, f in tied.items()]
   with Writer(unfinished / WEIGHTS, slots) as writer:
     for factor in factors:
       array = _host(leaves, parts[factor.name])
       for name, part in zip(factor.theirs, factor.to_theirs(array), strict=True):
         writer.write(name, part)
-  modules = {name.removeprefix(PREFIX) for f in factors for name in f.theirs if f.kind == "a"}
-  modules = {name.removesuffix(SUFFIXES["a"]) for name in modules}
+    for name, factor in tied.items():
+      (part,) = factor.to_theirs(_host(leaves, parts[factor.name]))
+      writer.write(name, np.ascontiguousarray(part.T))
+  modules = {module for factor in factors for module in factor.modules}
   if not (cfg.finetune.layers or adapter.targets):  # then a last part means nothing else
     modules = {name.rpartition(".")[2] for name in modules}
   fields = _config(adapter, factors) | {"target_modules": sorted(modules)}
-  fields |= {"base_model_name_or_path": base}
+  fields |= {"base_model_name_or_path": base} | ({"ensure_weight_tying": True} if tied else {})
   workdir.write_json(paths.parse(unfinished / CONFIG), fields)
   unfinished.rename(folder)
   return len(slots)
@@ -204,10 +235,18 @@ def read(folder: Path, cfg: Config, family: Family, model: Any) -> Any:
     raise ValueError(f"{folder} holds adapters, and finetune.adapter.name=none. Use lora or dora.")
   _check_config(folder, adapter)
   tensors = read_header(folder / WEIGHTS)
+  bases = {name: tensors.pop(name) for name in [*tensors] if name.endswith(BASE)}
   leaves, structure = jax.tree.flatten(model)
   parts = layout.named_arrays(model, stacks=stacks(cfg))
   factors = list(_factors(family, cfg, model, parts, adapter.rank))
   wanted = {name: f.their_shape for f in factors for name in f.theirs}
+  tied = _tied(cfg, factors)
+  if tied and not read_json(folder / CONFIG).get("ensure_weight_tying"):
+    raise ValueError(
+      f"{folder / CONFIG}: its adapter of the embedding is not that of the head, and this model "
+      "has one table for both (model.tie_embeddings). Train it with ensure_weight_tying=true."
+    )
+  wanted |= {name: f.their_shape[::-1] for name, f in tied.items()}
   there = {name: tensor.shape for name, tensor in tensors.items()}
   if different := sorted(n for n in wanted.keys() | there.keys() if wanted.get(n) != there.get(n)):
     name = different[0]
@@ -217,6 +256,13 @@ def read(folder: Path, cfg: Config, family: Family, model: Any) -> Any:
       f"{of(there)} in the folder, {of(wanted)} here. Set finetune.adapter.targets and "
       "finetune.layers as it was trained, and begin with the model that it belongs to."
     )
+  for name, factor in tied.items():
+    if not np.array_equal(tensors[name].read().T, tensors[factor.theirs[0]].read()):
+      raise ValueError(
+        f"{folder / WEIGHTS}: {name} is not the transpose of {factor.theirs[0]}, and this model "
+        "has one table for embedding and head (model.tie_embeddings)."
+      )
+  _check_bases(folder, bases, factors, leaves, parts)
   filled: list[Any] = list(leaves)
   for number in {parts[factor.name].number for factor in factors}:
     filled[number] = None
@@ -233,12 +279,36 @@ def read(folder: Path, cfg: Config, family: Family, model: Any) -> Any:
   return structure.unflatten(jax.tree.map(jnp.asarray, filled))
 
 
+def _check_bases(
+  folder: Path,
+  bases: Mapping[str, Tensor],
+  factors: list[Factor],
+  leaves: list[Any],
+  parts: Mapping[str, layout.StoredArray],
+) -> None:
+  """Refuse the adapters of tables that are others than those of the model."""
+  for factor in factors:
+    for name in (f"{PREFIX}{module}{BASE}" for module in factor.modules):
+      if (tensor := bases.get(name)) is None:
+        continue
+      ours = leaves[parts[factor.name.rpartition("/adapter/")[0] + "/weight"].number]
+      theirs = tensor.read().astype(ours.dtype)
+      put = lambda i, of=theirs: of[i]
+      if theirs.shape != ours.shape or not jnp.array_equal(
+        ours, jax.make_array_from_callback(ours.shape, ours.sharding, put)
+      ):
+        raise ValueError(
+          f"{folder / WEIGHTS}: {name} {list(tensor.shape)} is not the table of this model "
+          f"{list(ours.shape)}. Begin with the model that the adapters belong to."
+        )
+
+
 def _check_config(folder: Path, adapter: LoRA) -> None:
   theirs = read_json(folder / CONFIG)
   for key, value in FIXED.items():
     if (theirs.get(key) or None) != (value or None):
       raise ValueError(
-        f"{folder / CONFIG}: {key} is {theirs[key]!r}, and this program has only {value!r}."
+        f"{folder / CONFIG}: {key} is {theirs.get(key)!r}, and this program has only {value!r}."
       )
   rank, alpha = theirs["r"], float(theirs["lora_alpha"])
   factor = alpha / (math.sqrt(rank) if theirs.get("use_rslora") else rank)
