@@ -4,6 +4,7 @@ The modules have the names and the orientation of the family in a Hugging Face f
 expert is a module of its own.
 """
 
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,8 +20,8 @@ from ats_jax.bridge.safetensors_file import Slot, Tensor, Writer, read_header
 from ats_jax.bridge.transforms import Same, Transposed
 from ats_jax.checkpoint import layout, stream, workdir
 from ats_jax.config.schema import Config
-from ats_jax.config.schema.finetune import LoRA
-from ats_jax.model.adapters import merged
+from ats_jax.config.schema.finetune import DoRA, FinetuneConfig, LoRA
+from ats_jax.model.adapters import fine_tuned, merged
 from ats_jax.model.layout import stacks
 from ats_jax.store import paths
 
@@ -218,7 +219,7 @@ def _config(adapter: LoRA, factors: list[Factor]) -> dict[str, Any]:
   }
 
 
-def read(folder: Path, cfg: Config, family: Family, model: Any) -> Any:
+def read(folder: Path, cfg: Config, family: Family, model: Any, *, partly: bool = False) -> Any:
   """The model with the adapters of a folder in place of its own.
 
   Args:
@@ -226,6 +227,7 @@ def read(folder: Path, cfg: Config, family: Family, model: Any) -> Any:
     cfg: the resolved config of the run.
     family: of the base, fitted to the settings.
     model: the model, with adapters as the settings say.
+    partly: those that the folder has not stay as they are.
 
   Raises:
     ValueError: if they are others than the settings say.
@@ -234,9 +236,144 @@ def read(folder: Path, cfg: Config, family: Family, model: Any) -> Any:
   if not isinstance(adapter, LoRA):
     raise ValueError(f"{folder} holds adapters, and finetune.adapter.name=none. Use lora or dora.")
   _check_config(folder, adapter)
+  found = _found(folder, cfg, family, model, partly=partly)
+  leaves, structure = jax.tree.flatten(model)
+  for name, factor in found.tied.items():
+    if not np.array_equal(found.tensors[name].read().T, found.tensors[factor.theirs[0]].read()):
+      raise ValueError(
+        f"{folder / WEIGHTS}: {name} is not the transpose of {factor.theirs[0]}, and this model "
+        "has one table for embedding and head (model.tie_embeddings)."
+      )
+  _check_bases(folder, found, leaves)
+  filled: list[Any] = list(leaves)
+  for number in {found.parts[factor.name].number for factor in found.factors}:
+    filled[number] = None
+  targets = layout.named_arrays(
+    jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), model),
+    stacks=stacks(cfg),
+  )
+  for factor in found.factors:
+    tensors, names = found.tensors, factor.theirs
+    given = [tensors[name].read() for name in names if name in tensors]
+    if len(given) < len(names):
+      first = factor.to_theirs(_host(leaves, found.parts[factor.name]))
+      given = [
+        tensors[name].read() if name in tensors else old
+        for name, old in zip(names, first, strict=True)
+      ]
+    array = factor.to_ours(given)
+    target = targets[factor.name].target(factor.name)
+    array = array.astype(target.dtype)
+    put = jax.make_array_from_callback(array.shape, target.sharding, lambda i, a=array: a[i])
+    stream.put(filled, targets, {factor.name: put})
+  return structure.unflatten(jax.tree.map(jnp.asarray, filled))
+
+
+def config_with(folder: Path, cfg: Config, family: Family, model: Any) -> Config:
+  """The config of a base with the adapters of a folder on it; no tensor is read.
+
+  Args:
+    folder: as peft writes one.
+    cfg: the resolved config of the base.
+    family: of the base, fitted to the settings.
+    model: the base, which may be abstract.
+
+  Raises:
+    ValueError: if they are not for this base.
+  """
+  arrays = layout.named_arrays(model, stacks=stacks(cfg))
+  items = match_weights(family, {name: part.shape for name, part in arrays.items()})
+  targets = {
+    name.removesuffix(".weight"): _target(item)
+    for item in items
+    if _is_module(item)
+    for name in item.theirs
+  }
+  if cfg.model.tie_embeddings:
+    targets[HEAD.removeprefix(PREFIX)] = targets["model.embed_tokens"]
+  adapter, found = _stated(folder), dict[str, int]()
+  for name in read_header(folder / WEIGHTS):
+    ends = [end for end in (*SUFFIXES.values(), *OF_EMBEDDING.values()) if name.endswith(end)]
+    module = name.removeprefix(PREFIX).removesuffix(ends[0] if ends else BASE)
+    if module not in targets:
+      raise ValueError(
+        f"{folder / WEIGHTS}: {name} belongs to no matrix of this {family.name} model that can "
+        "have an adapter. Name the base that the adapters were trained with."
+      )
+    found[module] = found.get(module, 0) + bool(ends)
+  number = 3 if adapter.name == "dora" else 2
+  if incomplete := sorted(module for module, count in found.items() if count != number):
+    raise ValueError(
+      f"{folder / WEIGHTS}: {incomplete[0]} has {found[incomplete[0]]} tensors of an adapter, "
+      f"expected {number}."
+    )
+  if not found:
+    raise ValueError(f"{folder / WEIGHTS} holds no adapters.")
+  of_these = tuple(sorted({targets[module] for module in found}))
+  adapter = dataclasses.replace(adapter, targets=of_these)
+  cfg = dataclasses.replace(cfg, finetune=FinetuneConfig(adapter=adapter))
+  _found(folder, cfg, family, jax.eval_shape(lambda m: _tuned(cfg, m), model), partly=True)
+  return cfg
+
+
+def merged_with(folder: Path, cfg: Config, family: Family, model: Any) -> Any:
+  """A base with the adapters of a folder merged into it, for the programs of the base.
+
+  It shares the arrays that have no adapter.
+
+  Args:
+    folder: as peft writes one.
+    cfg: the result of `config_with`.
+    family: of the base, fitted to the settings.
+    model: the base.
+
+  Raises:
+    ValueError: as `read`.
+  """
+  whole = merged(read(folder, cfg, family, _tuned(cfg, model), partly=True))
+  return jax.tree.unflatten(jax.tree.structure(model), jax.tree.leaves(whole))
+
+
+def _tuned(cfg: Config, model: Any) -> Any:
+  return fine_tuned(cfg, model, jax.random.key(0))  # their first values are not used
+
+
+def _target(item: Item) -> str:
+  """What `finetune.adapter.targets` calls a weight."""
+  if item.ours in ("embed", "head"):
+    return {"embed": "embedding"}.get(item.ours, item.ours)
+  is_of_experts = isinstance(item.row, WeightRow) and EXPERT in item.row.theirs
+  return "experts" if is_of_experts else item.ours.removesuffix("/weight").rpartition("/")[2]
+
+
+class _Found(NamedTuple):
+  """What a folder has for a model.
+
+  Attributes:
+    tensors: of adapters, by name.
+    bases: those of tables beside whose adapters they are.
+    parts: arrays of the model, by name.
+    factors: those of adapters.
+    tied: as `_tied` tells.
+  """
+
+  tensors: dict[str, Tensor]
+  bases: dict[str, Tensor]
+  parts: Mapping[str, layout.StoredArray]
+  factors: list[Factor]
+  tied: dict[str, Factor]
+
+
+def _found(folder: Path, cfg: Config, family: Family, model: Any, *, partly: bool) -> _Found:
+  """What there is in a folder for a model with adapters, whose arrays may be abstract.
+
+  Raises:
+    ValueError: if it is not for this model.
+  """
+  adapter = cfg.finetune.adapter
+  assert isinstance(adapter, LoRA)
   tensors = read_header(folder / WEIGHTS)
   bases = {name: tensors.pop(name) for name in [*tensors] if name.endswith(BASE)}
-  leaves, structure = jax.tree.flatten(model)
   parts = layout.named_arrays(model, stacks=stacks(cfg))
   factors = list(_factors(family, cfg, model, parts, adapter.rank))
   wanted = {name: f.their_shape for f in factors for name in f.theirs}
@@ -248,50 +385,26 @@ def read(folder: Path, cfg: Config, family: Family, model: Any) -> Any:
     )
   wanted |= {name: f.their_shape[::-1] for name, f in tied.items()}
   there = {name: tensor.shape for name, tensor in tensors.items()}
-  if different := sorted(n for n in wanted.keys() | there.keys() if wanted.get(n) != there.get(n)):
+  names = there.keys() if partly else wanted.keys() | there.keys()
+  if different := sorted(n for n in names if wanted.get(n) != there.get(n)):
     name = different[0]
     of = lambda shapes: str(list(shapes[name])) if name in shapes else "not there"
+    settings = "Set finetune.adapter.targets and finetune.layers as it was trained, and begin with"
     raise ValueError(
       f"{folder}: {len(different)} tensors are not those of this run's adapters: {name} is "
-      f"{of(there)} in the folder, {of(wanted)} here. Set finetune.adapter.targets and "
-      "finetune.layers as it was trained, and begin with the model that it belongs to."
+      f"{of(there)} in the folder, {of(wanted)} here. {'Name' if partly else settings} the model "
+      "that it belongs to."
     )
-  for name, factor in tied.items():
-    if not np.array_equal(tensors[name].read().T, tensors[factor.theirs[0]].read()):
-      raise ValueError(
-        f"{folder / WEIGHTS}: {name} is not the transpose of {factor.theirs[0]}, and this model "
-        "has one table for embedding and head (model.tie_embeddings)."
-      )
-  _check_bases(folder, bases, factors, leaves, parts)
-  filled: list[Any] = list(leaves)
-  for number in {parts[factor.name].number for factor in factors}:
-    filled[number] = None
-  targets = layout.named_arrays(
-    jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), model),
-    stacks=stacks(cfg),
-  )
-  for factor in factors:
-    array = factor.to_ours([tensors[name].read() for name in factor.theirs])
-    target = targets[factor.name].target(factor.name)
-    array = array.astype(target.dtype)
-    put = jax.make_array_from_callback(array.shape, target.sharding, lambda i, a=array: a[i])
-    stream.put(filled, targets, {factor.name: put})
-  return structure.unflatten(jax.tree.map(jnp.asarray, filled))
+  return _Found(tensors, bases, parts, factors, tied)
 
 
-def _check_bases(
-  folder: Path,
-  bases: Mapping[str, Tensor],
-  factors: list[Factor],
-  leaves: list[Any],
-  parts: Mapping[str, layout.StoredArray],
-) -> None:
+def _check_bases(folder: Path, found: _Found, leaves: list[Any]) -> None:
   """Refuse the adapters of tables that are others than those of the model."""
-  for factor in factors:
+  for factor in found.factors:
     for name in (f"{PREFIX}{module}{BASE}" for module in factor.modules):
-      if (tensor := bases.get(name)) is None:
+      if (tensor := found.bases.get(name)) is None:
         continue
-      ours = leaves[parts[factor.name.rpartition("/adapter/")[0] + "/weight"].number]
+      ours = leaves[found.parts[factor.name.rpartition("/adapter/")[0] + "/weight"].number]
       theirs = tensor.read().astype(ours.dtype)
       put = lambda i, of=theirs: of[i]
       if theirs.shape != ours.shape or not jnp.array_equal(
@@ -303,21 +416,39 @@ def _check_bases(
         )
 
 
-def _check_config(folder: Path, adapter: LoRA) -> None:
+def _stated(folder: Path) -> LoRA:
+  """What the adapters of a folder are, without what has them.
+
+  Raises:
+    ValueError: for some that this program has not.
+  """
+  if not (folder / CONFIG).exists():
+    raise ValueError(
+      f"{folder} holds no {CONFIG}. Name a folder as peft saves adapters, or as `ats-jax bridge "
+      "export --format=peft` writes those of a run."
+    )
   theirs = read_json(folder / CONFIG)
   for key, value in FIXED.items():
     if (theirs.get(key) or None) != (value or None):
       raise ValueError(
         f"{folder / CONFIG}: {key} is {theirs.get(key)!r}, and this program has only {value!r}."
       )
-  rank, alpha = theirs["r"], float(theirs["lora_alpha"])
-  factor = alpha / (math.sqrt(rank) if theirs.get("use_rslora") else rank)
-  kind = "dora" if theirs.get("use_dora") else "lora"
-  has = (adapter.name, adapter.rank, adapter.factor)
-  if (kind, rank) != has[:2] or not math.isclose(factor, adapter.factor, rel_tol=1e-6):
-    scale = "rslora" if theirs.get("use_rslora") else "lora"
+  rank, alpha = theirs.get("r"), theirs.get("lora_alpha")
+  if not (isinstance(rank, int) and rank > 0 and isinstance(alpha, int | float)):
+    raise ValueError(
+      f"{folder / CONFIG}: r is {rank!r} and lora_alpha {alpha!r}, and both must be numbers."
+    )
+  scale = "rslora" if theirs.get("use_rslora") else "lora"
+  return (DoRA if theirs.get("use_dora") else LoRA)(rank=rank, alpha=float(alpha), scale=scale)
+
+
+def _check_config(folder: Path, adapter: LoRA) -> None:
+  theirs = _stated(folder)
+  is_same = (theirs.name, theirs.rank) == (adapter.name, adapter.rank)
+  if not is_same or not math.isclose(theirs.factor, adapter.factor, rel_tol=1e-6):
     raise ValueError(
       f"{folder / CONFIG} and this run have adapters of another kind. Its settings are "
-      f"--config.finetune.adapter={kind} --config.finetune.adapter.rank={rank} "
-      f"--config.finetune.adapter.alpha={alpha:g} --config.finetune.adapter.scale={scale}."
+      f"--config.finetune.adapter={theirs.name} --config.finetune.adapter.rank={theirs.rank} "
+      f"--config.finetune.adapter.alpha={theirs.alpha:g} "
+      f"--config.finetune.adapter.scale={theirs.scale}."
     )

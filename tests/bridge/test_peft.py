@@ -221,6 +221,10 @@ def test_tables_and_routers_are_adapted_as_by_peft(name, changes, cases, tmp_pat
     if not is_sparse:  # of experts peft saves other names than it reads
       again.save_pretrained(tmp_path / "again")
     folder, other = tmp_path / ("last" if is_sparse else "again"), opened(source, changes)[1].model
+    cfg = with_settings(hf_gate.settings(source), {"precision.compute_dtype": "float32"})
+    base = hf_gate.imported(source, cfg)
+    with_adapters = peft_folder.config_with(folder, cfg, family, base)
+    assert_same_logits(program, peft_folder.merged_with(folder, with_adapters, family, base), again)
     back = peft_folder.read(folder, program.cfg, family, other)
     jax.tree.map(np.testing.assert_array_equal, params_of(back), params_of(state.model))
 
