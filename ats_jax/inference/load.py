@@ -50,6 +50,7 @@ class TrainedRun:
     tokenizer: the tokenizer of the training.
     program: the compiled functions of its config.
     extra: JSON that was saved with the checkpoint.
+    shares: others have its arrays too, so that what packs them leaves them as they are.
   """
 
   step: int
@@ -57,8 +58,13 @@ class TrainedRun:
   tokenizer: Tokenizer
   program: Program
   extra: Mapping[str, Any]
+  shares: bool = False
   # The packed model, and behind it the last runner with the engine that uses it.
   _packed: list[Any] = dataclasses.field(default_factory=list, repr=False)
+
+  def sharing(self, model: Decoder) -> "TrainedRun":
+    """The run with a model that may have arrays of its own one, or with that."""
+    return dataclasses.replace(self, model=model, shares=True, _packed=[])
 
   def sampling(self, **given: Any) -> SampleConfig:
     """How the run samples (`sample.*` of its config), with what is given in its place.
@@ -137,7 +143,7 @@ class TrainedRun:
     if not self._packed:
       if not self.model.predicts:
         raise ValueError("this model rates texts and writes none. `evaluate` takes it.")
-      self._packed.append(served(self.model, self.program))
+      self._packed.append(served(self.model, self.program, keep=self.shares))
     model, *made = self._packed
     free = [runner for runner, used_by in made if used_by() is None and runner.holds(size)]
     del self._packed[1:], made  # the pages of one fill the memory

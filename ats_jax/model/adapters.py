@@ -5,7 +5,7 @@ Letters: E experts, R rank.
 
 import math
 import string
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,14 @@ from flax import nnx
 
 from ats_jax.config.schema import Config
 from ats_jax.config.schema import finetune as settings
-from ats_jax.model.layers import ExpertLinear, Linear, Weight, activation_axes
+from ats_jax.model.layers import (
+  Embedding,
+  ExpertLinear,
+  Head,
+  Linear,
+  Weight,
+  activation_axes,
+)
 from ats_jax.model.param import (
   EXPERTS,
   Frozen,
@@ -25,6 +32,7 @@ from ats_jax.model.param import (
   role_name,
 )
 from ats_jax.model.random import Purpose, fold
+from ats_jax.model.router import Router
 from ats_jax.ops.linear import linears
 from ats_jax.sharding.apply import einsum, ensure_sharding
 from ats_jax.sharding.rules import spec
@@ -36,11 +44,11 @@ class LoRA(nnx.Module):
   """`x @ a @ b * factor`, which is added to the product with a layer's weight.
 
   `a` is [*inputs, rank] and `b` [rank, *outputs], both with the dimensions of layers and experts in
-  front that the weight has. At first `b` is 0.
+  front that the weight has. At first `b` is 0, or `a` where it is looked up.
   """
 
   def __init__(self, layer: Weight, factor: float, rank: int, key: jax.Array):
-    """Draw `a` as peft does: uniform, with the bound 1 / sqrt(inputs).
+    """Draw as peft does: `a` uniform up to 1 / sqrt(inputs), or of a table `b` from N(0, 1).
 
     Args:
       layer: the layer that it is for, maybe a stack of them.
@@ -49,23 +57,31 @@ class LoRA(nnx.Module):
       key: of randomness.
     """
     weight, self.factor = layer.weight, factor
+    self.outputs_first = layer.outputs_first
     first = int(weight.axes[0] == EXPERTS)
     end = first + weight.num_inputs
-    experts, inputs, outputs = weight.axes[:first], weight.axes[first:end], weight.axes[end:]
     stacked = weight.ndim - len(weight.axes)
-    lead, ins = weight.shape[: stacked + first], weight.shape[stacked + first : stacked + end]
-    outs, free = weight.shape[stacked + end :], (None,) * stacked
+    experts, lead = weight.axes[:first], weight.shape[: stacked + first]
+    parts = [
+      (weight.axes[part], weight.shape[stacked:][part])
+      for part in (slice(first, end), slice(end, None))
+    ]
+    (inputs, ins), (outputs, outs) = reversed(parts) if self.outputs_first else parts
     wide = jnp.promote_types(weight.dtype, jnp.float32)
-    bound, axes = 1 / math.sqrt(math.prod(ins)), (*experts, *inputs, "rank")
-    a = jax.random.uniform(
-      key, (*lead, *ins, rank), wide, -bound, bound, out_sharding=spec(*free, *axes)
-    )
-    self.a = Param(a, axes=axes, role=Role.ADAPTER, num_inputs=len(inputs))
-    axes = (*experts, "rank", *outputs)
-    b = jnp.zeros((*lead, rank, *outs), wide, out_sharding=spec(*free, *axes))
-    self.b = Param(b, axes=axes, role=Role.ADAPTER_OUT)
+    shapes = (*lead, *ins, rank), (*lead, rank, *outs)
+    axes = (*experts, *inputs, "rank"), (*experts, "rank", *outputs)
+    at_a, at_b = (spec(*(None,) * stacked, *of) for of in axes)
+    if isinstance(layer, Embedding):
+      a = jnp.zeros(shapes[0], wide, out_sharding=at_a)
+      b = jax.random.normal(key, shapes[1], wide, out_sharding=at_b)
+    else:
+      bound = 1 / math.sqrt(math.prod(ins))
+      a = jax.random.uniform(key, shapes[0], wide, -bound, bound, out_sharding=at_a)
+      b = jnp.zeros(shapes[1], wide, out_sharding=at_b)
+    self.a = Param(a, axes=axes[0], role=Role.ADAPTER, num_inputs=len(inputs))
+    self.b = Param(b, axes=axes[1], role=Role.ADAPTER_OUT)
 
-  def __call__(self, h_BTR: jax.Array, y: jax.Array, layer: Linear) -> jax.Array:
+  def __call__(self, h_BTR: jax.Array, y: jax.Array, layer: Linear | Embedding) -> jax.Array:
     """Add to `y`, the product with the weight of `layer`, that of `h_BTR` with `b`."""
     (z,) = linears(
       h_BTR,
@@ -94,9 +110,15 @@ class LoRA(nnx.Module):
   def _product(self, dtype: jnp.dtype) -> jax.Array:
     a, b = self.factors(dtype)
     experts, ins, outs = self._letters()
-    axes = (*self.a.axes[:-1], *activation_axes(self.b.axes[len(experts) + 1 :]))
-    formula = f"{experts}{ins}R,{experts}R{outs}->{experts}{ins}{outs}"
+    inputs = self.a.axes[len(experts) : -1]
+    outputs = activation_axes(self.b.axes[len(experts) + 1 :])
+    axes = (*self.a.axes[: len(experts)], *self._in_order(inputs, outputs))
+    formula = f"{experts}{ins}R,{experts}R{outs}->{experts}{''.join(self._in_order(ins, outs))}"
     return einsum(formula, a, b, axes=axes, precision=jax.lax.Precision.HIGHEST)
+
+  def _in_order(self, inputs: Sequence[str], outputs: Sequence[str]) -> tuple[str, ...]:
+    """What there is of inputs and of outputs, in the order in which the weight has them."""
+    return (*outputs, *inputs) if self.outputs_first else (*inputs, *outputs)
 
   def _letters(self) -> tuple[str, str, str]:
     """Letters of the dimensions of experts, inputs and outputs, for formulas."""
@@ -123,14 +145,17 @@ class DoRA(LoRA):
     first = lengths(layer.weight[...], *self.factors(self.a.dtype))
     self.lengths = Param(first, axes=axes, role=Role.SCALAR)
 
-  def __call__(self, h_BTR: jax.Array, y: jax.Array, layer: Linear) -> jax.Array:
+  def __call__(self, h_BTR: jax.Array, y: jax.Array, layer: Linear | Embedding) -> jax.Array:
     """As of `LoRA`, and bring the columns to their lengths."""
     stretch = self._stretch(layer.base())
     return super().__call__(h_BTR, y, layer) * stretch.astype(y.dtype)
 
   def merged(self, weight: jax.Array) -> jax.Array:
     """As of `LoRA`."""
-    return super().merged(weight) * self._stretch(weight)
+    stretch = self._stretch(weight)
+    if self.outputs_first:
+      stretch = jnp.expand_dims(stretch, tuple(range(stretch.ndim, weight.ndim)))
+    return super().merged(weight) * stretch
 
   def _stretch(self, weight: jax.Array) -> jax.Array:
     of_now = self._lengths(weight, *self.factors(self.a.dtype))
@@ -141,12 +166,13 @@ class DoRA(LoRA):
     weight, a, b = map(jax.lax.stop_gradient, (weight, a, b))
     _, ins, outs = self._letters()
     weight, axes = weight.astype(a.dtype), self.b.axes[1:]
+    whole = "".join(self._in_order(ins, outs))
     exact = jax.lax.Precision.HIGHEST
     total = lambda formula, *of, axes: einsum(formula, *of, axes=axes, precision=exact)
-    weight_a = total(f"{ins}{outs},{ins}R->R{outs}", weight, a, axes=self.b.axes)
+    weight_a = total(f"{whole},{ins}R->R{outs}", weight, a, axes=self.b.axes)
     a_a = total(f"{ins}R,{ins}S->RS", a, a, axes=("rank", None))
     a_a_b = total(f"RS,S{outs}->R{outs}", a_a, b, axes=self.b.axes)
-    squares = total(f"{ins}{outs},{ins}{outs}->{outs}", weight, weight, axes=axes)
+    squares = total(f"{whole},{whole}->{outs}", weight, weight, axes=axes)
     result = jnp.sqrt(squares + jnp.sum(b * (2 * weight_a + a_a_b), axis=0))
     return ensure_sharding(result, *activation_axes(axes))
 
@@ -205,6 +231,11 @@ def _targets(adapter: settings.LoRA, model: Any) -> dict[Any, Weight]:
   known = list(_candidates(model))
   names = sorted({name for _, of, _ in known for name in of})
   for target in adapter.targets:
+    if target == "head" and model.head is None:
+      raise ValueError(
+        "finetune.adapter.targets: 'head' is the embedding of this model (model.tie_embeddings). "
+        "Name embedding: its adapter serves both."
+      )
     if target not in names:
       raise ValueError(
         f"finetune.adapter.targets: {target!r} matches nothing. This model has {', '.join(names)}."
@@ -223,6 +254,14 @@ def _targets(adapter: settings.LoRA, model: Any) -> dict[Any, Weight]:
         f"finetune.adapter.name=dora has no form for the experts of {name}. Use lora, or "
         "finetune.adapter.targets without experts."
       )
+    if layer is model.embed and model.head is None and adapter.name == "dora":
+      raise ValueError(
+        "finetune.adapter.name=dora has no form for an embedding that is the head too "
+        "(model.tie_embeddings): lengths of the columns of one are none of the other. Use lora, or "
+        "finetune.adapter.targets without embedding."
+      )
+    if isinstance(layer, Router):
+      continue  # as narrow as there are experts, beside matrices of the same rank
     weight = layer.weight
     shape = weight.shape[weight.ndim - len(weight.axes) + is_expert :]
     inputs = math.prod(shape[: weight.num_inputs])
@@ -266,6 +305,10 @@ def _candidates(model: Any) -> Iterator[tuple[Any, set[str], Weight]]:
     elif isinstance(layer, Linear):
       group = "attention" if "attn" in words else "mlp"
       yield path, {group, words[-1]}, layer
+    elif isinstance(layer, Embedding | Head):
+      yield path, {role_name(layer.weight)}, layer
+    elif isinstance(layer, Router) and type(layer).logits is Router.logits:  # that has a `value`
+      yield path, {"router"}, layer
 
 
 def _words(path: Any) -> list[str]:

@@ -15,13 +15,12 @@ from ats_jax.model.block import Block, LayerCache, tokens_at
 from ats_jax.model.forward_pass import Pass
 from ats_jax.model.fp8 import fp8_layers
 from ats_jax.model.layer_kinds import LayerKind
-from ats_jax.model.layers import RMSNorm, Weight
+from ats_jax.model.layers import Embedding, Head, RMSNorm
 from ats_jax.model.layout import Segment, segments_of
 from ats_jax.model.numerics import Numerics
 from ats_jax.model.param import Role, head_std
 from ats_jax.model.stack import Body, Layers
 from ats_jax.model.stats import StackStats
-from ats_jax.ops.embedding import embedding_lookup
 from ats_jax.sharding.apply import einsum, ensure_sharding, reshard, row_axis
 from ats_jax.sharding.rules import spec
 
@@ -48,7 +47,7 @@ class Decoder(nnx.Module):
     self.layout, self.fp8 = segments_of(cfg), fp8_layers(cfg)
     std = head_std(model) if model.tie_embeddings else model.embed_std or model.init_std
     sizes = {"vocab": model.vocab_size, "embed": model.d_model}
-    self.embed = Weight(sizes, role=Role.EMBEDDING, std=std, num=num, rngs=rngs)
+    self.embed = Embedding(sizes, std=std, num=num, rngs=rngs)
     makes = [lambda r, kinds=s.kinds: SuperBlock(cfg, num, r, kinds) for s in self.layout]
     # Each a SuperBlock whose every leaf has a leading [repeats].
     self.segments = nnx.List(num.stack.draw(makes, [s.repeats for s in self.layout], rngs))
@@ -56,7 +55,7 @@ class Decoder(nnx.Module):
     self.head = (
       None
       if model.tie_embeddings
-      else Weight(sizes, role=Role.HEAD, std=head_std(model), num=num, rngs=rngs)
+      else Head(sizes, role=Role.HEAD, std=head_std(model), num=num, rngs=rngs)
     )
 
   def __call__(
@@ -255,10 +254,7 @@ class Decoder(nnx.Module):
 
   def lookup(self, tokens_BT: jax.Array) -> jax.Array:
     """The rows [batch, seq, d_model] of the embedding, in the compute dtype."""
-    num, table_VD = self.num, self.embed.value()  # the lookup casts single rows
-    x_BTD = embedding_lookup(
-      table_VD, tokens_BT, num.compute_dtype, deterministic=num.deterministic
-    )
+    x_BTD = self.embed.rows(tokens_BT)
     if not self.cfg.scale_embeddings:
       return x_BTD
     return x_BTD * jnp.asarray(self.cfg.d_model**0.5, x_BTD.dtype)

@@ -4,9 +4,10 @@
 F d_ff.
 """
 
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from ats_jax.config.schema import ModelConfig
 from ats_jax.model.numerics import Numerics
 from ats_jax.model.param import Role, is_variable, normal, ones, residual_std, zeros
+from ats_jax.ops.embedding import embedding_lookup
 from ats_jax.ops.linear import linears
 from ats_jax.ops.remat import MLP_HIDDEN
 from ats_jax.ops.rms_norm import rms_norm
@@ -34,7 +36,7 @@ _ACTIVATION_AXIS = {
 class Adapter(Protocol):
   """What trains beside a frozen weight (`model.adapters` has the kinds)."""
 
-  def __call__(self, h_BTR: jax.Array, y: jax.Array, layer: "Linear", /) -> jax.Array:
+  def __call__(self, h_BTR: jax.Array, y: jax.Array, layer: "Linear | Embedding", /) -> jax.Array:
     """The output of a layer whose weight alone makes `y`.
 
     Args:
@@ -59,15 +61,17 @@ class Adapter(Protocol):
 
 
 class Weight(nnx.Module):
-  """One drawn weight; also the embedding table and the head, [vocab, d_model].
+  """One drawn weight.
 
   Attributes:
     weight: a parameter, or what stands for its array (`model.quantised`).
     adapter: trains beside the weight, which is frozen then; None = there is none.
+    outputs_first: the dimensions of its outputs stand in front of those of its inputs.
   """
 
   weight: Any
   adapter: Adapter | None = None
+  outputs_first: ClassVar[bool] = False
 
   def __init__(
     self,
@@ -106,6 +110,36 @@ class Weight(nnx.Module):
     weight = self.base(dtype)
     return weight if self.adapter is None else self.adapter.merged(self.base()).astype(weight.dtype)
 
+  @property
+  def outputs(self) -> tuple[str, ...]:
+    """Logical axes of the result's new dimensions, as activations have them."""
+    return activation_axes(self.weight.axes[self.weight.num_inputs :])
+
+
+class Embedding(Weight):
+  """The table [vocab, d_model] of the rows of tokens, which may be the head's too."""
+
+  def __init__(self, sizes: Mapping[str, int], *, std: float, num: Numerics, rngs: nnx.Rngs):
+    """Draw the table, as `Weight` does."""
+    super().__init__(sizes, role=Role.EMBEDDING, std=std, num=num, rngs=rngs)
+    self.num, self.kernels = num, num.kernels
+
+  def rows(self, tokens_BT: jax.Array) -> jax.Array:
+    """The rows [batch, seq, d_model] of int32 tokens [batch, seq], in the compute dtype."""
+    dtype = self.num.compute_dtype
+    lookup = functools.partial(embedding_lookup, deterministic=self.num.deterministic)
+    x_BTD = lookup(self.base(), tokens_BT, dtype)  # which casts single rows
+    if self.adapter is None:
+      return x_BTD
+    a_VR = self.adapter.factors(dtype)[0]
+    return self.adapter(lookup(a_VR, tokens_BT, dtype, width="rank"), x_BTD, self)
+
+
+class Head(Weight):
+  """The matrix [vocab, d_model] that scores tokens, or [1, d_model], which rates texts."""
+
+  outputs_first = True
+
 
 class Linear(Weight):
   """Multiplies the last dimensions of its input by a weight [*inputs, *outputs]."""
@@ -141,11 +175,6 @@ class Linear(Weight):
   def inputs(self) -> tuple[str, ...]:
     """Logical axes of the contracted dimensions, as activations have them."""
     return activation_axes(self.weight.axes[: self.weight.num_inputs])
-
-  @property
-  def outputs(self) -> tuple[str, ...]:
-    """Logical axes of the result's new dimensions."""
-    return activation_axes(self.weight.axes[self.weight.num_inputs :])
 
   def __call__(self, x: jax.Array, *, fp8: bool = False) -> jax.Array:
     """Map [batch, seq, *inputs] to [batch, seq, *outputs]; `fp8` multiplies in 8 bits."""

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ats_jax.config.schema import Config
-from ats_jax.model.layers import Weight
+from ats_jax.model.layers import Head
 from ats_jax.model.numerics import Numerics
 from ats_jax.model.param import Role, head_std
 from ats_jax.model.random import Purpose, fold
@@ -29,7 +29,7 @@ def with_rating_head(cfg: Config, num: Numerics, model: Any, key: jax.Array) -> 
   sizes = {"rating": 1, "embed": cfg.model.d_model}
   rngs = nnx.Rngs(params=fold(key, Purpose.RATING))
   model = jax.tree.map(lambda x: x, model)  # a copy
-  head = Weight(sizes, role=Role.HEAD, std=head_std(cfg.model), num=num, rngs=rngs)
+  head = Head(sizes, role=Role.HEAD, std=head_std(cfg.model), num=num, rngs=rngs)
   model.head = nnx.data(head)  # where the embedding was the head, it was no part of the tree
   return model
 

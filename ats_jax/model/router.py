@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ats_jax.config.schema import Config
+from ats_jax.model.layers import Weight
 from ats_jax.model.numerics import Numerics
-from ats_jax.model.param import Buffer, Role, normal, zero_buffer, zeros
+from ats_jax.model.param import Buffer, Role, zero_buffer, zeros
 from ats_jax.model.stats import MoEStats
 from ats_jax.ops.routing import RoutingRule, route
 from ats_jax.sharding.apply import draw_own_rows, einsum, ensure_sharding
@@ -33,7 +34,7 @@ class Routing(NamedTuple):
   weight_BTK: jax.Array
 
 
-class Router(nnx.Module):
+class Router(Weight):
   """Top-k router in float32, balanced by a bias on the selection alone (arXiv:2408.15664).
 
   Buffers: `bias_E` (added to logits or scores when experts are chosen), `load_E` (the share of all
@@ -48,9 +49,9 @@ class Router(nnx.Module):
     self.num_slots = moe.num_experts + moe.spare_experts
     outputs = self.num_slots + moe.null_experts
     width = cfg.model.d_model
+    sizes, std = {"embed": width, "router": outputs}, cfg.model.init_std
+    super().__init__(sizes, role=Role.ROUTER, std=std, num=num, rngs=rngs)
     wide = num.stored(Role.ROUTER)
-    axes, std = ("embed", "router"), cfg.model.init_std
-    self.weight = normal(rngs.params(), (width, outputs), axes, std, wide, Role.ROUTER)
     self.offset = zeros((outputs,), ("router",), wide, Role.BIAS) if moe.router_bias else None
     self.bias_E = zero_buffer((outputs,), ("router",), wide)
     self.load_E = zero_buffer((outputs,), ("router",), wide)
@@ -110,7 +111,7 @@ class Router(nnx.Module):
     logits_BTE = einsum(
       "BTD,DE->BTE",
       x_BTD,
-      self.weight[...].astype(x_BTD.dtype),
+      self.value(x_BTD.dtype),
       axes=(*TOKEN_AXES, "router"),
       precision=jax.lax.Precision.HIGHEST,
     )

@@ -168,7 +168,7 @@ def _sizes(cfg: Config, state: TrainState, kept: Callable[[Config, int], int] | 
       # Of the layers the input of each tick, what a policy keeps, and what is behind them.
       waiting = ticks * kept_too / parts
       waiting += traced(under("full"), behind) + (ticks - blocks * behind / rows) * stream
-  table, *_ = weights_of(state.model.head or state.model.embed)
+  table = (state.model.head or state.model.embed).weight
   of_head, is_frozen = _gradient_bytes(trainable(table)), isinstance(table, Frozen)
   whole_head = 0 if is_frozen else table.size // num_shards("vocab") * 4
   # The trace has a float32 gradient of the head; of a frozen one nobody computes it.
@@ -331,7 +331,7 @@ def _compute_weights(cfg: Config, model: Decoder) -> tuple[int, int]:
     packed = param.num_values // param.size
     return math.prod(shape[param.ndim - len(param.axes) :]) * packed * dtype.itemsize * ways
 
-  table, *_ = weights_of(model.head or model.embed)
+  table = (model.head or model.embed).weight
   whole = table.size // num_shards("vocab")
   is_stored = table.dtype == dtype and math.prod(table.sharding.shard_shape(table.shape)) == whole
   head = 0 if is_stored else whole * dtype.itemsize

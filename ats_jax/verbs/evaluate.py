@@ -3,17 +3,21 @@
   ats-jax evaluate --workdir=runs/debug --step=best
   ats-jax evaluate --workdir=runs/debug --paths=other.txt
   ats-jax evaluate --workdir=runs/debug --paths=web=other.txt,code=src
+  ats-jax evaluate --workdir=runs/base --adapter=adapters/math,adapters/code
   ats-jax evaluate --workdir=runs/debug --tasks=my_tasks,arc_easy --num_fewshot=5
 
 Prints a line a metric: eval/loss, eval/perplexity, eval/accuracy, eval/bits_per_byte; those of a
-set by name are under eval/NAME. --tasks names tasks of lm-evaluation-harness, their YAML files or
-folders of these, whose metrics are printed instead, as TASK/METRIC.
+set by name are under eval/NAME. --adapter names folders of peft: metrics of the run alone are under
+base/, those with each adapter under its name. --tasks names tasks of lm-evaluation-harness, their
+YAML files or folders of these, whose metrics are printed instead, as TASK/METRIC.
 """
 
 import contextlib
 import json
+import pathlib
 import re
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from absl import flags, logging
 
@@ -30,12 +34,14 @@ from ats_jax.store.paths import Path
 from ats_jax.train.evaluate import score_all
 from ats_jax.train.fields import sets_with_fields
 from ats_jax.verbs import cli
+from ats_jax.verbs.adapters import by_name, define_adapter_flag, each
 
 NAME = re.compile("[a-z][a-z0-9_-]*=")
 FLAGS = flags.FlagValues()
 _WORKDIR = cli.define_workdir_flag(FLAGS)
 _STEP = cli.define_step_flag(FLAGS)
 _COMPUTE_DTYPE = cli.define_compute_dtype_flag(FLAGS)
+_ADAPTER = define_adapter_flag(FLAGS)
 _PATHS = flags.DEFINE_string(
   "paths",
   "",
@@ -61,6 +67,7 @@ def evaluate_run(
   step: str,
   text: Sequence[str] | Mapping[str, Sequence[str]] = (),
   compute_dtype: str = "",
+  adapters: Mapping[str, pathlib.Path] = MappingProxyType({}),
 ) -> tuple[int, dict[str, float]]:
   """The step of a checkpoint, and its metrics.
 
@@ -69,9 +76,10 @@ def evaluate_run(
     step: a step, "latest" or "best".
     text: in place of the validation split, as `data.paths`; of several sets by name.
     compute_dtype: of matmuls, as of `load_run`.
+    adapters: folders of peft's by name, which is then in front of the metrics, as "base" is.
 
   Raises:
-    ValueError: if there is no such run, checkpoint or text, or its own text has changed.
+    ValueError: if there is no such run, checkpoint, text or adapter, or its own text has changed.
   """
   with load_run(folder, step, compute_dtype) as run:
     cfg = run.program.cfg
@@ -100,7 +108,11 @@ def evaluate_run(
         "with data.validation_fraction or data.validation_paths, or give other text by --paths."
       )
     sets = sets_with_fields(run.program, folder, None, sets)
-    return run.step, score_all(run.program, run.model, sets, run.step)
+    metrics: dict[str, float] = {}
+    for name, one in each(run, folder, adapters):
+      scores = score_all(run.program, one.model, sets, run.step)
+      metrics |= {f"{name}/{key}" if name else key: value for key, value in scores.items()}
+    return run.step, metrics
 
 
 def parse_paths(text: str) -> tuple[str, ...] | Table[tuple[str, ...]]:
@@ -148,6 +160,12 @@ def main(argv: list[str]) -> None:
   workdir = cli.require(_WORKDIR.value, "workdir", "runs/debug")
   if _TASKS.value and _PATHS.value:
     raise ValueError("--tasks and --paths both say what to evaluate on. Use one of them.")
+  adapters = by_name(_ADAPTER.value)
+  if _TASKS.value and adapters:
+    raise ValueError(
+      "--tasks and --adapter do not go together. Give the tasks a run of the merged model, which "
+      "`ats-jax bridge import` makes."
+    )
   if not _TASKS.value and (_NUM_FEWSHOT.value, _LIMIT.value) != (None, None):
     raise ValueError("--num_fewshot and --limit are of tasks: they need --tasks.")
   if _TASKS.value:
@@ -157,7 +175,7 @@ def main(argv: list[str]) -> None:
     )  # fmt: skip
   else:
     folder, text = paths.parse(workdir), parse_paths(_PATHS.value)
-    step, metrics = evaluate_run(folder, _STEP.value, text, _COMPUTE_DTYPE.value)
+    step, metrics = evaluate_run(folder, _STEP.value, text, _COMPUTE_DTYPE.value, adapters)
     logging.info("checkpoint %d of %s", step, folder)
   if _JSON.value:
     print(json.dumps(metrics))

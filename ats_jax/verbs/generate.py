@@ -3,12 +3,13 @@
   ats-jax generate --workdir=runs/debug --prompt='def main('
   ats-jax generate --workdir=runs/debug --step=best --temperature=0 --max_tokens=100 --prompt=import
   ats-jax generate --workdir=runs/chat --chat --prompt='What is a row?' --system='Be brief.'
+  ats-jax generate --workdir=runs/base --adapter=math=adapters/a,code=adapters/b --prompt=import
   ats-jax generate --workdir=runs/debug --prompts=prompts.jsonl --out=answers.jsonl
 
 With --chat the prompt is a user's turn, written as in training, and the answer ends by itself.
 --prompts names a file of many: a text a line, or a .jsonl with "prompt" or "messages"; the answers
-are JSON lines in the same order. How it draws, where nothing is given, is as the run's own config
-says (`sample.*`).
+are JSON lines in the same order. --adapter names folders of peft: the run answers alone, as base,
+then with each. How it draws, where nothing is given, is as the run's own config says (`sample.*`).
 """
 
 import contextlib
@@ -24,6 +25,7 @@ from ats_jax.inference.engine.request import Request, Sampling
 from ats_jax.inference.load import ROWS, TrainedRun, load_run
 from ats_jax.store import paths
 from ats_jax.verbs import cli
+from ats_jax.verbs.adapters import by_name, define_adapter_flag, each
 from ats_jax.verbs.drawing import DrawingFlags
 from ats_jax.verbs.prompts import Prompt, answers, read_prompts
 
@@ -34,6 +36,7 @@ _PROMPTS = flags.DEFINE_string("prompts", None, "File of texts to continue.", fl
 _OUT = flags.DEFINE_string(
   "out", None, "With --prompts: file for the answers, in place of the terminal.", flag_values=FLAGS
 )
+_ADAPTER = define_adapter_flag(FLAGS)
 _CHAT = flags.DEFINE_boolean(
   "chat", False, "The prompt is what a user says; print the answer alone.", flag_values=FLAGS
 )
@@ -52,7 +55,7 @@ def main(argv: list[str]) -> None:
   if _PROMPTS.value is not None and _PROMPT.value is not None:
     raise ValueError("--prompt and --prompts both say what to continue. Use one of them.")
   folder = paths.parse(cli.require(_DRAWING.workdir.value, "workdir", "runs/debug"))
-  given = _DRAWING.given()
+  given, adapters = _DRAWING.given(), by_name(_ADAPTER.value)
   with contextlib.ExitStack() as stack:
     if _PROMPTS.value is None:
       answer, devices = _print_one, 0
@@ -62,14 +65,15 @@ def main(argv: list[str]) -> None:
       answer, devices = functools.partial(_answer_all, prompts=prompts, out=out or sys.stdout), 1
     loading = load_run(folder, _DRAWING.step.value, _DRAWING.compute_dtype.value, devices)
     run = stack.enter_context(loading)
-    answer(run, given)
+    for name, one in each(run, folder, adapters):
+      answer(one, given, name)
 
 
 def _system() -> list[Message]:
   return [Message("system", _SYSTEM.value)] if _SYSTEM.value else []
 
 
-def _print_one(run: TrainedRun, given: dict[str, Any]) -> None:
+def _print_one(run: TrainedRun, given: dict[str, Any], name: str) -> None:
   given = given | ({} if _PROMPT.value is None else {"prompt": _PROMPT.value})
   prompt = run.sampling(**given).prompt
   if _PROMPT.value is None:  # that of the run is for the sample at its end
@@ -77,6 +81,8 @@ def _print_one(run: TrainedRun, given: dict[str, Any]) -> None:
       "there is no prompt. Give --prompt='some text' (--prompt= is the beginning of a document) or "
       "--prompts=FILE; `ats-jax chat` is a dialogue."
     )
+  if name:
+    print(f"{name}:")
   if _CHAT.value:
     pieces = run.answer(_DRAWING.seed.value, [*_system(), Message("user", prompt)], **given)
   else:
@@ -87,13 +93,16 @@ def _print_one(run: TrainedRun, given: dict[str, Any]) -> None:
   print(flush=True)
 
 
-def _answer_all(run: TrainedRun, given: dict[str, Any], prompts: list[Prompt], out: TextIO) -> None:
+def _answer_all(
+  run: TrainedRun, given: dict[str, Any], name: str, prompts: list[Prompt], out: TextIO
+) -> None:
   sampling = Sampling.of(run.sampling(**given), _DRAWING.seed.value)
   if _CHAT.value:
     prompts = [p.asked(_system()) for p in prompts]
   requests = [Request(p.ids(run.tokenizer), sampling) for p in prompts]
   engine = run.engine(rows=min(ROWS, len(requests)))
   for row in answers(engine, prompts, requests):
+    row |= {"adapter": name} if name else {}
     print(json.dumps(row, ensure_ascii=False), file=out, flush=True)
 
 

@@ -85,6 +85,12 @@ def our_losses(program, state):
 
 def their_losses(model, cfg, rate_of_b=1.0):
   named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+  tied = []
+  if cfg.model.tie_embeddings:  # peft has views of the same memory, and would move it twice
+    of = lambda part: next(p for n, p in named if part in n)
+    pairs = ("lora_embedding_A", "lm_head.lora_B"), ("lora_embedding_B", "lm_head.lora_A")
+    tied = [(of(table), of(head)) for table, head in pairs]
+    named = [(n, p) for n, p in named if "lm_head" not in n]
   groups = [
     {"params": [p for n, p in named if "lora_B" not in n], "lr": RATE},
     {"params": [p for n, p in named if "lora_B" in n], "lr": RATE * rate_of_b},
@@ -97,6 +103,9 @@ def their_losses(model, cfg, rate_of_b=1.0):
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
     optimizer.zero_grad()
     loss.backward()
+    for table, head in tied:
+      table.grad += head.grad.T
+      head.grad = None
     optimizer.step()
     losses.append(loss.item())
   return losses
@@ -177,6 +186,47 @@ def test_training_beside_codes_is_that_of_peft_on_what_they_mean(kind, base, cas
     assert want[-5] < want[0] - 0.01
     np.testing.assert_allclose(losses, want, atol=1e-5, rtol=0)
     assert_same_logits(program, merged(state.model), theirs)
+
+
+TABLES = {"finetune.adapter.targets": ("embedding", "head", "q", "down")}
+TIED = {"finetune.adapter.targets": ("embedding", "attention"), "finetune.adapter.scale": "rslora"}
+
+
+@pytest.mark.parametrize(
+  ("name", "changes"),
+  [
+    ("llama", TABLES),
+    ("llama", TABLES | OURS["dora"]),
+    ("qwen2-yarn-window", TIED),
+    ("gemma2", TIED),
+    ("mixtral", {"finetune.adapter.targets": ("router",), "finetune.adapter.scale": "rslora"}),
+    ("qwen3_moe", {"finetune.adapter.targets": ("router", "experts", "attention")}),
+  ],
+)
+def test_tables_and_routers_are_adapted_as_by_peft(name, changes, cases, tmp_path):
+  source, _ = cases(name)
+  with jax.set_mesh(make_test_mesh(1, 1, 1)):
+    program, state = opened(source, changes)
+    write(program, source, state, tmp_path / "first")
+    theirs = peft.PeftModel.from_pretrained(base_of(source), tmp_path / "first", is_trainable=True)
+    state, losses = our_losses(program, state)
+    is_sparse = program.cfg.moe.num_experts > 0  # then another loss is added to ours
+    want = losses if is_sparse else their_losses(theirs, program.cfg)
+    assert want[-5] < want[0] - 1e-3
+    np.testing.assert_allclose(losses, want, atol=1e-5, rtol=1e-6)
+    family = write(program, source, state, tmp_path / "last")
+    again = peft.PeftModel.from_pretrained(base_of(source), tmp_path / "last")
+    assert_same_logits(program, state.model, again)
+    assert_same_logits(program, merged(state.model), again)
+    if not is_sparse:  # of experts peft saves other names than it reads
+      again.save_pretrained(tmp_path / "again")
+    folder, other = tmp_path / ("last" if is_sparse else "again"), opened(source, changes)[1].model
+    cfg = with_settings(hf_gate.settings(source), {"precision.compute_dtype": "float32"})
+    base = hf_gate.imported(source, cfg)
+    with_adapters = peft_folder.config_with(folder, cfg, family, base)
+    assert_same_logits(program, peft_folder.merged_with(folder, with_adapters, family, base), again)
+    back = peft_folder.read(folder, program.cfg, family, other)
+    jax.tree.map(np.testing.assert_array_equal, params_of(back), params_of(state.model))
 
 
 # Experts that are not square: their transposes would not fit, or give other logits.

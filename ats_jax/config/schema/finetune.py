@@ -43,8 +43,8 @@ class LoRA(Adapter):
   )
   targets: tuple[str, ...] = setting(
     (),
-    "what gets one: attention, mlp, experts, or single matrices such as q and down; () = all three "
-    "as far as the model has them",
+    "what gets one: attention, mlp, experts, embedding, head, router, or single matrices such as q "
+    "and down; () = the first three as far as the model has them",
   )
   train: tuple[str, ...] = setting(
     (), "roles of parameters that train themselves, beside the adapters, e.g. norm,router"

@@ -72,15 +72,22 @@ class Served(nnx.Module):
     head: [vocab, d_model] in the compute dtype.
   """
 
-  def __init__(self, decoder: Decoder):
-    """Pack a decoder, whose layers are taken out of it: their memory is free afterwards."""
+  def __init__(self, decoder: Decoder, *, keep: bool = False):
+    """Pack a decoder, whose layers are taken out of it: their memory is free afterwards.
+
+    Args:
+      decoder: the decoder.
+      keep: its arrays stay, since they are those of other decoders too.
+    """
+    if keep:
+      decoder = jax.tree.map(lambda x: x, decoder)  # a copy
     dtype, layers = decoder.num.compute_dtype, list[Block]()
     for segment in decoder.segments:
       places = segment.layers
       for number in range(len(jax.tree.leaves(segment)[0])):
         apart = [jax.tree.map(operator.itemgetter(number), block) for block in places]
         layers += [_packed(block, dtype) for block in apart]
-      for leaf in jax.tree.leaves(segment):
+      for leaf in () if keep else jax.tree.leaves(segment):
         leaf.delete()
     self.layers = nnx.List(layers)
     self.head = nnx.Param(decoder.head_weights())

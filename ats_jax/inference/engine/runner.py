@@ -73,13 +73,13 @@ class Size:
   pages: int = 0
 
 
-def served(decoder: Decoder, program: Program) -> Served:
-  """Pack the weights of a decoder, whose arrays are gone afterwards."""
+def served(decoder: Decoder, program: Program, *, keep: bool = False) -> Served:
+  """Pack the weights of a decoder, whose arrays are gone afterwards, but with `keep`."""
   if program.cfg.finetune.is_on:
     from ats_jax.model.adapters import merged
 
     decoder = merged(decoder)
-  return Served(decoder)
+  return Served(decoder, keep=keep)
 
 
 class ModelRunner:

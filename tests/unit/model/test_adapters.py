@@ -32,7 +32,23 @@ def variables(model):
   return [v for v in leaves if isinstance(v, Frozen)], params_of(model)
 
 
-@pytest.mark.parametrize(("kind", "settings"), [("dense", DORA), ("experts", LORA)])
+TABLES = {"finetune.adapter.targets": ("embedding", "head")}
+TIED = LORA | {"model.tie_embeddings": True, "finetune.adapter.targets": ("embedding", "down")}
+ROUTER = {"finetune.adapter.rank": 6, "finetune.adapter.targets": ("router",)}
+
+
+@pytest.mark.parametrize(
+  ("kind", "settings"),
+  [
+    ("dense", DORA),
+    ("experts", LORA),
+    ("dense", LORA | TABLES),
+    ("dense", DORA | TABLES | {"model.scale_embeddings": True}),
+    ("dense", TIED),
+    ("experts", LORA | ROUTER),
+    ("experts", DORA | ROUTER),
+  ],
+)
 def test_a_merged_model_computes_the_same(kind, settings):
   cfg = canonical.config(kind, settings)
   _, state = trained(cfg)
@@ -43,7 +59,9 @@ def test_a_merged_model_computes_the_same(kind, settings):
     plain = merged(state.model)
     np.testing.assert_allclose(score(plain), score(state.model), rtol=1e-5)
     assert not variables(plain)[0]
-    assert not np.allclose(score(plain), score(canonical.state(cfg).model), rtol=1e-4)
+    assert not np.allclose(score(plain), score(canonical.state(cfg).model), rtol=2e-5)
+    whole = plain.embed if plain.head is None else plain.head
+    np.testing.assert_allclose(state.model.head_weights(), whole.weight[...], rtol=1e-6)
 
 
 @pytest.mark.parametrize("settings", [LORA, {"finetune.freeze": ("matrix", "norm")}])
@@ -134,6 +152,13 @@ WRONG = [
   ("dense", {"finetune.adapter.targets": ("experts",)}, "'experts' matches nothing"),
   ("dense", {"finetune.adapter.rank": 17}, "rank=17 is above the width 16 of segments/0/"),
   ("experts", {"finetune.adapter.name": "dora"}, "dora has no form for the experts"),
+  ("dense", {"finetune.adapter.targets": ("router",)}, "'router' matches nothing"),
+  (
+    "dense",
+    {"finetune.adapter.targets": ("head",), "model.tie_embeddings": True},
+    "'head' is the embedding of this model .*Name embedding",
+  ),
+  ("dense", TIED | {"finetune.adapter.name": "dora"}, "dora has no form for an embedding"),
   ("dense", {"finetune.adapter.train": ("router",)}, "no parameters of the role 'router'"),
   (
     "dense",

@@ -21,7 +21,7 @@ def make(dtype):
   table = rng.normal(size=(VOCAB, D_MODEL)).astype(np.float32)
   tokens = rng.integers(0, VOCAB // 2, (BATCH, SEQ)).astype(np.int32)  # many repeats, half unused
   weights = rng.normal(size=(BATCH, SEQ, D_MODEL)).astype(np.float32)
-  return jax.device_put(table.astype(dtype), spec(*embedding.TABLE_AXES)), tokens, weights
+  return jax.device_put(table.astype(dtype), spec("vocab", "embed")), tokens, weights
 
 
 @pytest.mark.parametrize(
