@@ -15,9 +15,11 @@ def row_matmul(x_MD: jax.Array, w_FD: jax.Array, dtype: jnp.dtype | None = None)
     w_FD: the matrix, one row an output, same dtype.
     dtype: of the result; None = that of `x_MD`.
   """
-  dtype, wide = dtype or x_MD.dtype, jnp.promote_types(x_MD.dtype, jnp.float32)
+  dtype = dtype or x_MD.dtype
   if x_MD.shape[0] == 1:  # a sum that XLA joins with what is around it
+    wide = jnp.promote_types(x_MD.dtype, jnp.float32)
     y_F = jnp.sum(x_MD.astype(wide) * w_FD.astype(wide), axis=1)
     return y_F[None].astype(dtype)
   dims = (((1,), (1,)), ((), ()))
-  return jax.lax.dot_general(x_MD, w_FD, dims, preferred_element_type=wide).astype(dtype)
+  # In the type of the result: as float32 it would be written, read and rounded by another kernel.
+  return jax.lax.dot_general(x_MD, w_FD, dims, preferred_element_type=dtype)

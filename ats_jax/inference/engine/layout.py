@@ -3,8 +3,8 @@
 Letters: B rows, T tokens, V vocab, D d_model, F outputs.
 """
 
+import functools
 import math
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -83,10 +83,8 @@ class Served(nnx.Module):
       decoder = jax.tree.map(lambda x: x, decoder)  # a copy
     dtype, layers = decoder.num.compute_dtype, list[Block]()
     for segment in decoder.segments:
-      places = segment.layers
       for number in range(len(jax.tree.leaves(segment)[0])):
-        apart = [jax.tree.map(operator.itemgetter(number), block) for block in places]
-        layers += [_packed(block, dtype) for block in apart]
+        layers += _layers_at(list(segment.layers), number, dtype)
       for leaf in () if keep else jax.tree.leaves(segment):
         leaf.delete()
     self.layers = nnx.List(layers)
@@ -128,6 +126,13 @@ class Served(nnx.Module):
     logits_BV = island(local, in_axes=(plain, plain), out_axes=plain)(x_BD, self.head[...])
     cap = self.decoder.cfg.logit_soft_cap
     return cap * jnp.tanh(logits_BV / cap) if cap else logits_BV
+
+
+@functools.partial(jax.jit, static_argnames="dtype")
+def _layers_at(places: Sequence[Block], number: jax.Array | int, dtype: jnp.dtype) -> list[Block]:
+  """The packed layers of one turn of a segment: one program, where each operation would be one."""
+  apart = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, number, keepdims=False), places)
+  return [_packed(block, dtype) for block in apart]
 
 
 def _packed(block: Block, dtype: jnp.dtype) -> Block:

@@ -11,6 +11,7 @@ ended there has one more token in the planned step, which is dropped.
 import collections
 import dataclasses
 import heapq
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -297,8 +298,15 @@ class Scheduler:
     return Drawn(job.id, row, token, Finished.LENGTH)
 
   def _chunks(self, *, admit: bool) -> list[tuple[_Job, Chunk]]:
-    """What is read in the next step: first of rows that have begun, then of requests that wait."""
+    """What is read in the next step: first of rows that have begun, then of requests that wait.
+
+    What fits into a step is not cut to fill one up: a program for few tokens takes nearly as long
+    as one for many, as both read all weights.
+    """
     budget, chunks = self._shape.chunk, list[tuple[_Job, Chunk]]()
+
+    def fits(number: int) -> bool:
+      return min(number, self._shape.chunk) <= budget
 
     def read(job: _Job) -> None:
       nonlocal budget
@@ -311,9 +319,9 @@ class Scheduler:
       )))  # fmt: skip
 
     for job in self._running:
-      if budget and job.planned < job.known:
+      if job.planned < job.known and fits(job.known - job.planned):
         read(job)
-    while admit and budget and self._waiting and self._rows and self._admit(self._waiting[0]):
+    while admit and budget and self._waiting and self._rows and self._admit(self._waiting[0], fits):
       read(self._running[-1])
     return chunks
 
@@ -332,8 +340,11 @@ class Scheduler:
       job.pending += 1
     self._flight.append(draws)
 
-  def _admit(self, job: _Job) -> bool:
-    """Give the oldest that waits a row and all pages of what it has, if they are there."""
+  def _admit(self, job: _Job, fits: Callable[[int], bool]) -> bool:
+    """Give the oldest that waits a row and all pages of what it has, if they are there.
+
+    And if a step has room for as many tokens as are to be read, which `fits` tells.
+    """
     if job.pending:  # it has just lost its row, and its last token is on the way
       return False
     size = self._shape.page_size
@@ -341,7 +352,8 @@ class Scheduler:
     shared = self._pages.share(self._keys(job, (len(job.ids) - 1) // size))
     missing = -(-len(job.ids) // size) - len(shared)
     # A page for each row that runs, or soon one would have to give all of its own back.
-    if missing + len(self._running) > self._pages.available:
+    enough = missing + len(self._running) <= self._pages.available
+    if not enough or not fits(len(job.ids) - len(shared) * size):
       self._pages.release(shared)
       return False
     self._waiting.popleft()

@@ -41,13 +41,16 @@ def decodes(step):
 
 def test_prompts_are_read_in_turn_while_rows_that_have_read_theirs_decode():
   made = scheduler([3, 9, 2])
-  first, second = made.plan(), made.plan()  # nothing was read
-  assert (chunks(first), decodes(first)) == ([(0, 0, 3, True), (1, 0, 4, False)], [])
-  assert (chunks(second), decodes(second)) == ([(1, 4, 5, True), (2, 0, 2, True)], [(0, 3)])
+  steps = [made.plan() for _ in range(3)]  # nothing was read
+  assert [decodes(step) for step in steps] == [[], [(0, 3)], [(0, 4)]]
+  # The second prompt is not cut to fill up a step, and is longer than one.
+  assert [chunks(step) for step in steps] == [
+    [(0, 0, 3, True)], [(1, 0, 7, False)], [(1, 7, 2, True), (2, 0, 2, True)]
+  ]  # fmt: skip
   made.complete(drawn())
-  third = made.plan()
-  assert (chunks(third), decodes(third)) == ([], [(0, 4), (1, 9), (2, 2)])
-  assert [c.first for c in (*first.chunks, *second.chunks)] == [True, True, False, True]
+  fourth = made.plan()
+  assert (chunks(fourth), decodes(fourth)) == ([], [(0, 5), (1, 9), (2, 2)])
+  assert [c.first for step in steps for c in step.chunks] == [True, True, False, True]
 
 
 def test_a_text_that_has_ended_wastes_one_token_and_its_pages_wait_for_that():
@@ -113,7 +116,7 @@ def test_a_large_request_is_not_passed_by_small_ones_behind_it():
 
 
 def test_an_interrupted_device_is_forgotten():
-  made = scheduler([3, 9])
+  made = scheduler([3, 2])
   made.plan()
   made.plan()
   made.complete(drawn())
@@ -121,5 +124,5 @@ def test_an_interrupted_device_is_forgotten():
   assert made._pages.available == 14 and made.busy
   step = made.plan()
   assert [(c.ids[:4], c.first) for c in step.chunks] == [
-    ((10, 10, 10, LETTER), True), ((11, 11, 11), True)
+    ((10, 10, 10, LETTER), True), ((11, 11, LETTER), True)
   ]  # fmt: skip
