@@ -153,7 +153,13 @@ class Engine:
   """
 
   def __init__(
-    self, workdir: str, *, step: int | str = "latest", rows: int = ROWS, context: int = 0
+    self,
+    workdir: str,
+    *,
+    step: int | str = "latest",
+    rows: int = ROWS,
+    context: int = 0,
+    pages: str = "",
   ):
     """Load a run.
 
@@ -163,13 +169,17 @@ class Engine:
       rows: texts at once; others wait.
       context: tokens of a prompt and its answer at least; never less than the length of the
         training's rows, and `sample.max_tokens` behind it.
+      pages: "int8" or "fp8", in which keys and values are stored with a scale for each token and
+        head; "" = in the compute dtype.
 
     Raises:
-      ValueError: if there is no such run or checkpoint, or its model writes no text.
+      ValueError: for other pages, if there is no such run or checkpoint, or if its model writes no
+        text.
     """
     with contextlib.ExitStack() as stack:
       stack.enter_context(cli.short_log())
-      run = stack.enter_context(load_run(paths.parse(workdir), str(step), devices=1))
+      loading = load_run(paths.parse(workdir), str(step), devices=1, pages=pages)
+      run = stack.enter_context(loading)
       self._opened: tuple[TrainedRun, engine.Engine] | None = run, run.engine(rows, context)
       self._stack = stack.pop_all()
 

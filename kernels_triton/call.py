@@ -10,7 +10,7 @@ from kernels_triton.compile import Compiled, compiled
 from kernels_triton.plan import Launch
 
 TARGET = "__gpu$xla.gpu.ptx"
-ELEMENTS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32"}
+ELEMENTS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32", "int8": "i8"}
 WARP = 32
 
 

@@ -10,6 +10,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 def paged_attention(
   q,
   pages,
+  scales,
   table,
   lengths,
   parts,
@@ -28,10 +29,10 @@ def paged_attention(
 ):
   """A program attends with the queries of one key head to one of `splits` parts of a row's keys.
 
-  q [rows, heads, width], pages [pages, page, kv_heads, keys and values of width], table [rows,
-  row_pages], lengths [rows] with the token itself; parts [rows, kv_heads, splits, group, width] and
-  lse [rows, kv_heads, splits, group] in float32, with a group of heads / kv_heads. A part without a
-  key is 0, and has an lse of -inf.
+  q [rows, heads, width], pages [pages, page, kv_heads, keys and values of width], their scales
+  [pages, page, kv_heads, 2] or None, table [rows, row_pages], lengths [rows] with the token itself;
+  parts [rows, kv_heads, splits, group, width] and lse [rows, kv_heads, splits, group] in float32,
+  with a group of heads / kv_heads. A part without a key is 0, and has an lse of -inf.
   """
   row, head = tl.program_id(0) // kv_heads, tl.program_id(0) % kv_heads
   group: tl.constexpr = heads // kv_heads
@@ -54,9 +55,12 @@ def paged_attention(
     slots = page_id * page + tokens % page
     where = (slots[:, None] * kv_heads + head) * 2 * width + columns[None, :]
     seen = (tokens < end) & (tokens >= first)
-    k_tile = tl.load(pages + where, mask=seen[:, None], other=0.0)
-    v_tile = tl.load(pages + where + width, mask=seen[:, None], other=0.0)
-    s = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale
+    k_tile = tl.load(pages + where, mask=seen[:, None], other=0)
+    v_tile = tl.load(pages + where + width, mask=seen[:, None], other=0)
+    s = tl.dot(q_tile, tl.trans(k_tile.to(q_tile.dtype)), input_precision="ieee") * scale
+    if scales is not None:
+      of_slots = scales + (slots * kv_heads + head) * 2
+      s *= tl.load(of_slots, mask=seen, other=0.0).to(tl.float32)[None, :]
     if soft_cap > 0:
       s = soft_cap * (2 * tl.sigmoid(2 * s / soft_cap) - 1)
     s = tl.where(seen[None, :], s * LOG2_E, float("-inf"))
@@ -65,6 +69,9 @@ def paged_attention(
     p = tl.exp2(s - finite[:, None])
     fade = tl.exp2(top - finite)
     total = total * fade + tl.sum(p, 1)
+    if scales is not None:
+      p *= tl.load(of_slots + 1, mask=seen, other=0.0).to(tl.float32)[None, :]
+    v_tile = v_tile.to(q_tile.dtype)
     y = tl.dot(p.to(v_tile.dtype), v_tile, y * fade[:, None], input_precision="ieee")
     top = higher
   some = total > 0

@@ -1,4 +1,4 @@
-"""The slot of the op `paged_attention`.
+"""The slots of the op `paged_attention`.
 
 Letters: B rows, N query heads, K key/value heads, H head_dim, X keys and values of a head, G pages
 in all, P slots of a page, W pages of a row.
@@ -13,14 +13,29 @@ from kernels_triton.call import call
 
 def paged_attention(q_BNH, pages_GPKX, table_BW, length_B, *, window, soft_cap) -> jax.Array:
   """One query a row, which sees `length_B` slots; parts of a row in parallel, then joined."""
-  launch = plan.paged_attention(q_BNH.shape, pages_GPKX.shape, table_BW.shape[1], window, soft_cap)
+  arrays = {"q": q_BNH, "pages": pages_GPKX, "table": table_BW, "lengths": length_B}
+  return _attention(arrays, window, soft_cap)
+
+
+def paged_attention_int8(
+  q_BNH, pages_GPKX, scales_GPK2, table_BW, length_B, *, window, soft_cap
+) -> jax.Array:
+  """Likewise of pages in int8, with a scale for each key and for each value."""
+  arrays = {"q": q_BNH, "pages": pages_GPKX, "scales": scales_GPK2}
+  return _attention(arrays | {"table": table_BW, "lengths": length_B}, window, soft_cap)
+
+
+def _attention(arrays, window, soft_cap) -> jax.Array:
+  q_BNH, scaled = arrays["q"], "scales" in arrays
+  shapes = q_BNH.shape, arrays["pages"].shape, arrays["table"].shape[1]
+  launch = plan.paged_attention(*shapes, window, soft_cap, scaled=scaled)
   sizes = launch.constants
   rows, heads, width = q_BNH.shape
   kv_heads, splits = sizes["kv_heads"], sizes["splits"]
   group = heads // kv_heads
   parts, lse = call(
     launch,
-    {"q": q_BNH, "pages": pages_GPKX, "table": table_BW, "lengths": length_B},
+    arrays,
     {
       "parts": jax.ShapeDtypeStruct(
         (rows, kv_heads, splits, group, width), q_BNH.dtype if splits == 1 else jnp.float32

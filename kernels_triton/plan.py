@@ -169,6 +169,8 @@ def paged_attention(
   row_pages: int,
   window: int | None,
   soft_cap: float | None,
+  *,
+  scaled: bool = False,
 ) -> Launch:
   """Attention of one token a row to keys and values in pages.
 
@@ -178,6 +180,7 @@ def paged_attention(
     row_pages: pages of a row at most.
     window: as in `ops.attention.causal.attention`, as the soft cap.
     soft_cap: of scores, or None.
+    scaled: the pages have scales.
   """
   (rows, heads, width), (_, page, kv_heads, _) = q_shape, pages_shape
   splits = max(1, min(row_pages, PROGRAMS // (rows * kv_heads), 32))
@@ -193,6 +196,8 @@ def paged_attention(
     "scale": width**-0.5,
     "block_m": max(16, 1 << (heads // kv_heads - 1).bit_length()),
   }
+  if not scaled:
+    constants["scales"] = None
   tiles = [tile for tile in PAGED if page % tile.blocks["block_n"] == 0]
   return Launch(
     "decode", "paged_attention", constants, tiles, lambda blocks: (rows * kv_heads, splits)

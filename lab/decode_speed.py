@@ -5,7 +5,7 @@ Cases: `one` continues one prompt of 256 tokens; `N` as many prompts of 1,024 to
 once, and how long until the first token of each. Rates are of drawn tokens: while all texts are
 drawn, and from the first request to the last token. Prompts are distinct, of random bytes.
 Command: python -m lab.decode_speed --model=1.5b [--cases=one,64,requests,first] \
-  [--kernels=paged_attention=xla] [--tokens=256] [--layers=0]
+  [--kernels=paged_attention=xla] [--pages=int8] [--tokens=256] [--layers=0]
 """
 
 import json
@@ -49,6 +49,7 @@ _LAYERS = flags.DEFINE_integer("layers", 0, "In place of the model's; 0 = those.
 _KERNELS = flags.DEFINE_list("kernels", [], "OP=IMPLEMENTATION, as ops.kernels.")
 _CHUNK = flags.DEFINE_integer("chunk", 1024, "Tokens of prompts that are read in a step.")
 _PAGE = flags.DEFINE_integer("page", 64, "Tokens of a page.")
+_PAGES = flags.DEFINE_enum("pages", "", ["", "int8", "fp8"], "In what they are stored.")
 _TRACE = flags.DEFINE_bool("trace", False, "Then print which kernels a run spends its time in.")
 _REPEATS = flags.DEFINE_integer("repeats", 3, "Of each case, after one that compiles.")
 
@@ -113,7 +114,11 @@ def main(argv: list[str]) -> None:
     cases = {name: case(name) for name in _CASES.value}
     context = max(length + drawn for _, length, drawn in cases.values())
     size = Size(
-      context, max(number for number, *_ in cases.values()), page=_PAGE.value, chunk=_CHUNK.value
+      context,
+      max(number for number, *_ in cases.values()),
+      page=_PAGE.value,
+      chunk=_CHUNK.value,
+      narrow=_PAGES.value,
     )
     model = jax.jit(lambda key: new_base(cfg, program.num, key))(jax.random.key(0))
     runner = ModelRunner(
@@ -129,7 +134,12 @@ def main(argv: list[str]) -> None:
       compiled = time.perf_counter() - began
       found = [run(engine, requests) for _ in range(_REPEATS.value)]
       row = {key: round(statistics.median(f[key] for f in found), 4) for key in found[0]}
-      facts = {"model": _MODEL.value, "case": name, "kernels": _KERNELS.value}
+      facts = {
+        "model": _MODEL.value,
+        "case": name,
+        "kernels": _KERNELS.value,
+        "pages": _PAGES.value,
+      }
       device = jax.devices()[0].device_kind
       row |= {"first_run": round(compiled, 1), "device": device, "jax": jax.__version__}
       print(json.dumps(facts | row), flush=True)

@@ -45,7 +45,12 @@ def _run(
 ) -> tuple[Any, ...]:
   torch = importlib.import_module("torch")
   kernel = getattr(importlib.import_module(f"kernels_triton.{module}"), name)
-  arrays = {name: torch.from_numpy(a.copy()) for name, a in inputs.items()}
+  tensor = lambda a: (  # numpy's bfloat16 is none that torch knows
+    torch.from_numpy(a.view(np.int16).copy()).view(torch.bfloat16)
+    if a.dtype.name == "bfloat16"
+    else torch.from_numpy(a.copy())
+  )
+  arrays = {name: tensor(a) for name, a in inputs.items()}
   made = {n: torch.empty(shape, dtype=getattr(torch, d)) for n, (shape, d) in outputs.items()}
   kernel[grid](**arrays, **made, **constants)
   return tuple(a.numpy() for a in made.values())

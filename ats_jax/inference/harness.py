@@ -45,6 +45,7 @@ class RunLM(TemplateLM):
     workdir: str,
     step: str = "latest",
     compute_dtype: str = "",
+    pages: str = "",
     batch_size: Any = None,
     max_batch_size: Any = None,
     device: Any = None,
@@ -55,6 +56,7 @@ class RunLM(TemplateLM):
       workdir: of the run.
       step: as of `load_run`.
       compute_dtype: likewise.
+      pages: likewise.
       batch_size: the harness passes it to every model; the engine makes its own batches.
       max_batch_size: likewise.
       device: likewise; jax chooses.
@@ -62,7 +64,7 @@ class RunLM(TemplateLM):
     super().__init__()
     del batch_size, max_batch_size, device
     self._stack = contextlib.ExitStack()
-    loading = load_run(paths.parse(workdir), str(step), compute_dtype, devices=1)
+    loading = load_run(paths.parse(workdir), str(step), compute_dtype, 1, pages)
     self._run = self._stack.enter_context(loading)
     self._compared = False
     self.max_length = self._run.program.cfg.data.seq_len
@@ -180,11 +182,13 @@ class RunLM(TemplateLM):
     run = self._run  # first, as the engine packs its weights
     wanted = [logprobs_of(run.model, run.program.rules(run.step), *text) for text in samples]
     found = [score.logprobs for score in run.scorer(ROWS).score(samples)]
-    apart = np.abs(np.concatenate(found) - np.concatenate(wanted))
+    found, wanted = np.concatenate(found), np.concatenate(wanted)
+    apart = np.abs(found - wanted)
     if apart.size:
       logging.info(
         "engine beside the forward pass of the training: log-probabilities of %d tokens differ by "
-        "%.2g at most, %.2g on average", apart.size, apart.max(), apart.mean(),
+        "%.2g at most, %.2g on average; perplexity %.6g instead of %.6g", apart.size, apart.max(),
+        apart.mean(), np.exp(-found.mean()), np.exp(-wanted.mean()),
       )  # fmt: skip
 
 

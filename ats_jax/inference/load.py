@@ -38,6 +38,7 @@ if TYPE_CHECKING:  # imported by runs on conversations
 
 
 ROWS = 64  # texts at once at most
+PAGES = ("", "int8", "fp8")  # "" = in the compute dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +52,7 @@ class TrainedRun:
     program: the compiled functions of its config.
     extra: JSON that was saved with the checkpoint.
     shares: others have its arrays too, so that what packs them leaves them as they are.
+    pages: in what the engine stores keys and values, as of `load_run`.
   """
 
   step: int
@@ -59,6 +61,7 @@ class TrainedRun:
   program: Program
   extra: Mapping[str, Any]
   shares: bool = False
+  pages: str = ""
   # The packed model, and behind it the last runner with the engine that uses it.
   _packed: list[Any] = dataclasses.field(default_factory=list, repr=False)
 
@@ -139,7 +142,7 @@ class TrainedRun:
         "Use load_run(..., devices=1)."
       )
     cfg, rules = self.program.cfg, self.program.rules(self.step)
-    size = Size(max(context, cfg.data.seq_len + cfg.sample.max_tokens), rows)
+    size = Size(max(context, cfg.data.seq_len + cfg.sample.max_tokens), rows, narrow=self.pages)
     if not self._packed:
       if not self.model.predicts:
         raise ValueError("this model rates texts and writes none. `evaluate` takes it.")
@@ -249,7 +252,7 @@ def settings_of(checkpoints: Path, step: int | str, run: RunIdentity) -> dict[st
 
 @contextlib.contextmanager
 def load_run(
-  folder: Path, step: str = "latest", compute_dtype: str = "", devices: int = 0
+  folder: Path, step: str = "latest", compute_dtype: str = "", devices: int = 0, pages: str = ""
 ) -> Iterator[TrainedRun]:
   """Restore the weights of a run; its mesh is set inside the context.
 
@@ -259,10 +262,15 @@ def load_run(
     compute_dtype: in place of that of the training, as `precision.compute_dtype`, without 8 bits;
       "" = as it was trained.
     devices: how many to use; 0 = all.
+    pages: "int8" or "fp8", in which the engine stores keys and values with a scale for each token
+      and head; "" = in the compute dtype.
 
   Raises:
-    ValueError: if there is no run, no such checkpoint, none that is intact, or one of another run.
+    ValueError: for other pages, if there is no run, no such checkpoint, none that is intact, or one
+      of another run.
   """
+  if pages not in PAGES:
+    raise ValueError(f"pages={pages!r}: expected 'int8', 'fp8', or '' for the compute dtype.")
   folder = Path(folder)
   chosen = int(step) if step.isdecimal() else step
   changes = settings_of(folder / workdir.CHECKPOINTS, chosen, workdir.load_identity(folder))
@@ -275,7 +283,7 @@ def load_run(
       # Another checkpoint than the newest of before: that is damaged, or there is a newer one.
       changes = made_with
       stack.close()
-    yield run
+    yield dataclasses.replace(run, pages=pages)
 
 
 def _restored(

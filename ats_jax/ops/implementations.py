@@ -279,11 +279,14 @@ OPS: dict[str, Op] = {
     used_by=when("optimizer.name", "adamw"),
   ),
   "paged_attention": Op(
-    ("one_token",),
+    ("one_token", "one_token_int8", "one_token_fp8"),
     (
       Kernel(
         "triton",
-        {"one_token": decode_slots.paged_attention},
+        {
+          "one_token": decode_slots.paged_attention,
+          "one_token_int8": decode_slots.paged_attention_int8,
+        },
         default=("one_token",),
         why="as fast as XLA's in one stream on an H200, and it copies no pages",
         obstacle=requirements.triton_paged_attention,

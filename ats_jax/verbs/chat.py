@@ -125,7 +125,10 @@ def main(argv: list[str]) -> None:
   """Load the run, and talk."""
   del argv
   folder = paths.parse(cli.require(_DRAWING.workdir.value, "workdir", "runs/chat"))
-  with load_run(folder, _DRAWING.step.value, _DRAWING.compute_dtype.value, devices=1) as run:
+  loading = load_run(
+    folder, _DRAWING.step.value, _DRAWING.compute_dtype.value, 1, _DRAWING.pages.value
+  )
+  with loading as run:
     sampling = Sampling.of(run.sampling(**_DRAWING.given()), _DRAWING.seed.value)
     prompt_of(run.tokenizer, [Message("user", "")])  # before the engine compiles anything
     if isinstance(sys.stdin, io.TextIOWrapper):

@@ -10,13 +10,14 @@ from ats_jax.verbs import cli
 
 
 class DrawingFlags:
-  """`--workdir`, `--step`, `--compute_dtype`, `--seed`, and a flag for each setting of sampling."""
+  """Flags of the run (`--workdir` to `--seed`), and one for each setting of sampling."""
 
   def __init__(self, flag_values: flags.FlagValues):
     """Define them."""
     self.workdir = cli.define_workdir_flag(flag_values)
     self.step = cli.define_step_flag(flag_values)
     self.compute_dtype = cli.define_compute_dtype_flag(flag_values)
+    self.pages = cli.define_pages_flag(flag_values)
     self.seed = flags.DEFINE_integer(
       "seed",
       0,

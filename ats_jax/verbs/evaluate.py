@@ -42,6 +42,7 @@ _WORKDIR = cli.define_workdir_flag(FLAGS)
 _STEP = cli.define_step_flag(FLAGS)
 _COMPUTE_DTYPE = cli.define_compute_dtype_flag(FLAGS)
 _ADAPTER = define_adapter_flag(FLAGS)
+_PAGES = cli.define_pages_flag(FLAGS)
 _PATHS = flags.DEFINE_string(
   "paths",
   "",
@@ -136,6 +137,7 @@ def tasks_of_run(
   *,
   step: str = "latest",
   compute_dtype: str = "",
+  pages: str = "",
   num_fewshot: int | None = None,
   limit: int | None = None,
 ) -> dict[str, float]:
@@ -150,7 +152,7 @@ def tasks_of_run(
     if (e.name or "").partition(".")[0] != "lm_eval":
       raise
     raise ValueError("--tasks needs lm-evaluation-harness: pip install 'ats_jax[lm_eval]'.") from e
-  with contextlib.closing(harness.RunLM(workdir, step, compute_dtype)) as model:
+  with contextlib.closing(harness.RunLM(workdir, step, compute_dtype, pages)) as model:
     return harness.evaluate_tasks(model, tasks, num_fewshot, limit)
 
 
@@ -168,10 +170,12 @@ def main(argv: list[str]) -> None:
     )
   if not _TASKS.value and (_NUM_FEWSHOT.value, _LIMIT.value) != (None, None):
     raise ValueError("--num_fewshot and --limit are of tasks: they need --tasks.")
+  if _PAGES.value and not _TASKS.value:
+    raise ValueError("--pages is of the engine, which does tasks: it needs --tasks.")
   if _TASKS.value:
     metrics = tasks_of_run(
       workdir, _TASKS.value, step=_STEP.value, compute_dtype=_COMPUTE_DTYPE.value,
-      num_fewshot=_NUM_FEWSHOT.value, limit=_LIMIT.value,
+      pages=_PAGES.value, num_fewshot=_NUM_FEWSHOT.value, limit=_LIMIT.value,
     )  # fmt: skip
   else:
     folder, text = paths.parse(workdir), parse_paths(_PATHS.value)

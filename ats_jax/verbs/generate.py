@@ -56,14 +56,15 @@ def main(argv: list[str]) -> None:
     raise ValueError("--prompt and --prompts both say what to continue. Use one of them.")
   folder = paths.parse(cli.require(_DRAWING.workdir.value, "workdir", "runs/debug"))
   given, adapters = _DRAWING.given(), by_name(_ADAPTER.value)
+  pages = _DRAWING.pages.value
   with contextlib.ExitStack() as stack:
     if _PROMPTS.value is None:
-      answer, devices = _print_one, 0
+      answer, devices = _print_one, 1 if pages else 0  # several devices have no pages
     else:
       prompts = read_prompts(paths.parse(_PROMPTS.value))
       out = stack.enter_context(open(_OUT.value, "w", encoding="utf-8")) if _OUT.value else None
       answer, devices = functools.partial(_answer_all, prompts=prompts, out=out or sys.stdout), 1
-    loading = load_run(folder, _DRAWING.step.value, _DRAWING.compute_dtype.value, devices)
+    loading = load_run(folder, _DRAWING.step.value, _DRAWING.compute_dtype.value, devices, pages)
     run = stack.enter_context(loading)
     for name, one in each(run, folder, adapters):
       answer(one, given, name)

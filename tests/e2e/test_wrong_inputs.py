@@ -318,6 +318,8 @@ WRONG = {
   "evaluate --workdir={ok} --paths=/dev/zero": "/dev/zero",
   "evaluate --workdir={ok} --paths=a.txt --tasks=a": "--tasks and --paths both say",
   "evaluate --workdir={ok} --limit=3": "--num_fewshot and --limit are of tasks",
+  "evaluate --workdir={ok} --pages=int8": "--pages is of the engine, which does tasks",
+  "generate --workdir={ok} --prompt=a --pages=int4": "--pages=int4",
   "evaluate --workdir={ok} --tasks=a --limit=0": "--limit=0",
   "check_env --coordinator=node0": "a host and a port were expected, e.g. node0:1234",
   "data report --out={in}": "{in} is a folder",

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import triton_interpreter
 
-from ats_jax.ops.attention.paged import paged_attention
+from ats_jax.ops.attention.paged import narrowed, paged_attention
 from kernels_triton import decode_slots, plan
 
 pytestmark = pytest.mark.hf
@@ -31,7 +31,8 @@ def drawn(seed, *shape):
   [({}, 264), ({}, 36), ({}, 12), ({"window": 40}, 264), ({"soft_cap": 2.0}, 264)],
   ids=str,
 )
-def test_attention_of_one_token_to_pages(options, programs, interpreter, monkeypatch):
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_attention_of_one_token_to_pages(dtype, options, programs, interpreter, monkeypatch):
   monkeypatch.setattr(decode_slots, "call", interpreter(block_n=32))
   monkeypatch.setattr(plan, "PROGRAMS", programs)  # so 5 parts of a row, 3, or 1
   rows = len(LENGTHS)
@@ -44,10 +45,15 @@ def test_attention_of_one_token_to_pages(options, programs, interpreter, monkeyp
   for row, length in enumerate(LENGTHS):
     unread = jnp.asarray(at >= length)[..., None, None]
     k = k.at[table[row]].set(jnp.where(unread, 1e4, k[table[row]]))
-  pages = jnp.concatenate([k, v], axis=-1)
+  pages = [jnp.concatenate([k, v], axis=-1)]
+  kernel = decode_slots.paged_attention
+  if dtype == "int8":
+    of_parts = zip(*(narrowed(x, jnp.dtype(dtype)) for x in (k, v)), strict=True)
+    pages = [jnp.concatenate(of, axis=-1) for of in of_parts]
+    kernel = decode_slots.paged_attention_int8
   lengths = jnp.array(LENGTHS, jnp.int32)
   want = paged_attention(q, pages, table, lengths[:, None] - 1, **options)
   options = {"window": None, "soft_cap": None} | options
-  run = lambda *args: decode_slots.paged_attention(*args, **options)
-  got = jax.jit(run)(q[:, 0], pages, table, lengths)
+  run = lambda *args: kernel(*args, **options)
+  got = jax.jit(run)(q[:, 0], *pages, table, lengths)
   np.testing.assert_allclose(got, want[:, 0], rtol=2e-5, atol=2e-5)

@@ -5,7 +5,9 @@ X keys and values of a head, C latent, R rotated part of a key, Y both, T new to
 """
 
 import dataclasses
-from typing import Self
+import math
+from collections.abc import Sequence
+from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +18,21 @@ from ats_jax.model.block import Block
 from ats_jax.model.forward_pass import Pass
 from ats_jax.ops.attention.causal import KV_AXES, Q_AXES, TOKEN_AXES, attention
 from ats_jax.ops.attention.latent import attend_to_latents
-from ats_jax.ops.attention.paged import paged_attention, read, write
+from ats_jax.ops.attention.paged import (
+  SCALE_DTYPE,
+  narrowed,
+  paged_attention,
+  read,
+  widened,
+  write,
+)
 from ats_jax.ops.registry import Kernels
 from ats_jax.sharding.apply import island
 
 PAGE_AXES = (None, None)
+NARROW = {"int8": jnp.dtype(jnp.int8), "fp8": jnp.dtype(jnp.float8_e4m3fn)}
+_OF_HEADS = ((*PAGE_AXES, "kv_heads", "head_dim"), (*PAGE_AXES, "kv_heads", None))
+_OF_LATENTS = ((*PAGE_AXES, "latent"), (*PAGE_AXES, None))
 
 
 @jax.tree_util.register_dataclass
@@ -45,12 +57,13 @@ class Pages:
   """Keys and values of a layer (`model.attention.Attended`).
 
   Attributes:
-    array: [G, P, K, X], keys, and behind those of each head its values.
+    arrays: [G, P, K, X], keys, and behind those of each head its values; in 8 bits also the scales
+      of both, [G, P, K, 2].
     view: which of them are of which row.
     slots: tokens that a row can hold here.
   """
 
-  array: jax.Array
+  arrays: tuple[jax.Array, ...]
   view: View
   slots: int = dataclasses.field(metadata=dict(static=True))
 
@@ -58,32 +71,33 @@ class Pages:
     self, q_BTNH, k_BTKH, v_BTKH, index_BT, *, window, soft_cap, sinks_N
   ) -> tuple[jax.Array, Self]:
     """As of `Attended`."""
-    view, of_pages = self.view, (*PAGE_AXES, "kv_heads", "head_dim")
+    view, of_pages = self.view, _OF_HEADS[: len(self.arrays)]
     options = {"window": window, "soft_cap": soft_cap}
-
-    def add(pages, k, v, table, index):
-      return write(pages, jnp.concatenate([k, v], axis=-1), table, index)
-
     pages = island(
-      add,
-      in_axes=(of_pages, KV_AXES, KV_AXES, TOKEN_AXES, TOKEN_AXES),
+      lambda k, v, table, index, *pages: write(pages, (k, v), table, index),
+      in_axes=(KV_AXES, KV_AXES, TOKEN_AXES, TOKEN_AXES, *of_pages),
       out_axes=of_pages,
-    )(self.array, k_BTKH, v_BTKH, view.table_BW, index_BT)
+    )(k_BTKH, v_BTKH, view.table_BW, index_BT, *self.arrays)
     if view.whole:
+      if len(pages) > 1:  # or a text would read on differently behind pages that it shares
+        rounded = lambda x: widened(*narrowed(x, pages[0].dtype), x.dtype)
+        k_BTKH, v_BTKH = rounded(k_BTKH), rounded(v_BTKH)
       known_BT = ((index_BT >= 0) & (index_BT < self.slots)).astype(jnp.int32)
       y_BTNH = attention(
         q_BTNH, k_BTKH, v_BTKH, segment_ids_BT=known_BT, max_segments=2, kernels=view.kernels,
         sinks_N=sinks_N, **options,
       )  # fmt: skip
     else:
-      local = lambda q, pages, table, index, sinks=None: paged_attention(
-        q, pages, table, index, sinks_N=sinks, kernels=view.kernels, **options
-      )
+      number = len(pages)
+      local = lambda q, table, index, *rest: paged_attention(
+        q, rest[:number], table, index, sinks_N=next(iter(rest[number:]), None),
+        kernels=view.kernels, **options,
+      )  # fmt: skip
       sinks = () if sinks_N is None else (sinks_N,)
-      axes = (Q_AXES, of_pages, TOKEN_AXES, TOKEN_AXES, *(("heads",) for _ in sinks))
+      axes = (Q_AXES, TOKEN_AXES, TOKEN_AXES, *of_pages, *(("heads",) for _ in sinks))
       attend = island(local, in_axes=axes, out_axes=Q_AXES)
-      y_BTNH = attend(q_BTNH, pages, view.table_BW, index_BT, *sinks)
-    return y_BTNH, dataclasses.replace(self, array=pages)
+      y_BTNH = attend(q_BTNH, view.table_BW, index_BT, *pages, *sinks)
+    return y_BTNH, dataclasses.replace(self, arrays=pages)
 
 
 @jax.tree_util.register_dataclass
@@ -92,12 +106,13 @@ class LatentPages:
   """Latents of a layer (`model.latent_attention.LatentCache`).
 
   Attributes:
-    array: [G, P, Y], latents, and behind each the rotated part of its key.
+    arrays: [G, P, Y], latents, and behind each the rotated part of its key; in 8 bits also the
+      scales of both, [G, P, 2].
     view: which of them are of which row.
     slots: tokens that a row can hold here.
   """
 
-  array: jax.Array
+  arrays: tuple[jax.Array, ...]
   view: View
   slots: int = dataclasses.field(metadata=dict(static=True))
 
@@ -106,18 +121,19 @@ class LatentPages:
   ) -> tuple[jax.Array, Self]:
     """Attend to the latents of a row's slots, those of the new tokens among them."""
 
-    def local(q, turned, latent, rotated, pages, table, index):
-      pages = write(pages, jnp.concatenate([latent, rotated], axis=-1), table, index)
-      latents, rotateds = jnp.split(read(pages, table), [latent.shape[-1]], axis=-1)
+    def local(q, turned, latent, rotated, table, index, *pages):
+      pages = write(pages, (latent, rotated), table, index)
+      widths = latent.shape[-1], rotated.shape[-1]
+      latents, rotateds = read(pages, table, widths, latent.dtype)
       return attend_to_latents(q, turned, latents, rotateds, index, scale), pages
 
-    token, of_pages = ("batch", "seq", "latent"), (*PAGE_AXES, "latent")
+    token, of_pages = ("batch", "seq", "latent"), _OF_LATENTS[: len(self.arrays)]
     y, pages = island(
       local,
-      in_axes=(Q_AXES, Q_AXES, token, token, of_pages, TOKEN_AXES, TOKEN_AXES),
+      in_axes=(Q_AXES, Q_AXES, token, token, TOKEN_AXES, TOKEN_AXES, *of_pages),
       out_axes=(Q_AXES, of_pages),
-    )(q_BTNC, turned_BTNR, latent_BTC, rotated_BTR, self.array, self.view.table_BW, index_BT)
-    return y, dataclasses.replace(self, array=pages)
+    )(q_BTNC, turned_BTNR, latent_BTC, rotated_BTR, self.view.table_BW, index_BT, *self.arrays)
+    return y, dataclasses.replace(self, arrays=pages)
 
 
 def slots_of(block: Block, context: int, rules: Pass) -> int:
@@ -125,14 +141,44 @@ def slots_of(block: Block, context: int, rules: Pass) -> int:
   return rules.places(context) if block.depth is not None and block.scope == "block" else context
 
 
-def width_of(cfg: ModelConfig) -> dict[str, int]:
-  """The sizes of what a layer keeps of a token, by logical axis."""
+class SlotArray(NamedTuple):
+  """An array of the pages of a layer.
+
+  Attributes:
+    axes: logical, of all its dimensions.
+    shape: of what it holds of a token.
+    dtype: of its numbers.
+  """
+
+  axes: Sequence[str | None]
+  shape: tuple[int, ...]
+  dtype: jnp.dtype
+
+  @property
+  def num_bytes(self) -> int:
+    """Of a token."""
+    return math.prod(self.shape) * self.dtype.itemsize
+
+
+def slot_arrays(cfg: ModelConfig, dtype: jnp.dtype) -> list[SlotArray]:
+  """What a layer keeps of a token.
+
+  Args:
+    cfg: of the model.
+    dtype: the compute dtype, or one of `NARROW`, which has scales.
+  """
+  heads, axes = (cfg.num_kv_heads,), _OF_HEADS
+  width = 2 * cfg.head_dim
   if cfg.kv_latent_dim:
-    return {"latent": cfg.kv_latent_dim + cfg.latent_rope_dim}
-  return {"kv_heads": cfg.num_kv_heads, "head_dim": 2 * cfg.head_dim}
+    heads, axes, width = (), _OF_LATENTS, cfg.kv_latent_dim + cfg.latent_rope_dim
+  values = SlotArray(axes[0], (*heads, width), dtype)
+  scales = SlotArray(axes[1], (*heads, 2), jnp.dtype(SCALE_DTYPE))
+  return [values, scales] if dtype in NARROW.values() else [values]
 
 
-def pages_of(block: Block, array: jax.Array, view: View, slots: int) -> Pages | LatentPages:
+def pages_of(
+  block: Block, arrays: tuple[jax.Array, ...], view: View, slots: int
+) -> Pages | LatentPages:
   """The pages of a layer, as it reads them."""
   kind = Pages if isinstance(block.attn, Attention) else LatentPages
-  return kind(array, view, slots)
+  return kind(arrays, view, slots)

@@ -4,7 +4,6 @@ Letters: B rows of a call, R rows of the engine, T tokens, W pages of a row, V v
 """
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,7 +13,7 @@ import numpy as np
 from absl import logging
 
 from ats_jax.data.tokens.tokenizer import Tokenizer
-from ats_jax.inference.engine.caches import PAGE_AXES, View, pages_of, slots_of, width_of
+from ats_jax.inference.engine.caches import NARROW, View, pages_of, slot_arrays, slots_of
 from ats_jax.inference.engine.layout import Served
 from ats_jax.inference.engine.request import Request
 from ats_jax.inference.engine.sampling import Draw, Drawn, Settings, draw, penalises
@@ -22,6 +21,7 @@ from ats_jax.inference.engine.schedule import Chunk, Row, Step, Tokens
 from ats_jax.model.block import LayerCache
 from ats_jax.model.decoder import Decoder
 from ats_jax.model.forward_pass import Pass
+from ats_jax.ops.attention.paged import slot_of
 from ats_jax.ops.registry import Kernels, choose_generation
 from ats_jax.sharding.apply import reshard
 from ats_jax.sharding.rules import spec
@@ -42,13 +42,13 @@ class State(NamedTuple):
   """What the device keeps from step to step, donated to each program.
 
   Attributes:
-    layers: of each layer the array of its pages.
+    layers: of each layer the arrays of its pages.
     taken: of each layer that skips tokens int32 [R + 1], places that a row has used; else None.
     token_R: int32 [R + 1], the token that each row drew last. The last row is nobody's.
     counts_RV: int32 [R + 1, V] as `draw` takes them, once a request wants them; None before.
   """
 
-  layers: tuple[jax.Array, ...]
+  layers: tuple[tuple[jax.Array, ...], ...]
   taken: tuple[jax.Array | None, ...]
   token_R: jax.Array
   counts_RV: jax.Array | None
@@ -64,6 +64,8 @@ class Size:
     page: tokens of a page.
     chunk: tokens of prompts that are read in a step.
     pages: pages in all; 0 = what there is memory for.
+    narrow: "int8" or "fp8", in which pages are stored with a scale for each token and head;
+      "" = in the compute dtype.
   """
 
   context: int
@@ -71,6 +73,7 @@ class Size:
   page: int = 64
   chunk: int = 1024
   pages: int = 0
+  narrow: str = ""
 
 
 def served(decoder: Decoder, program: Program, *, keep: bool = False) -> Served:
@@ -107,9 +110,12 @@ class ModelRunner:
     self._slots = tuple(
       slots_of(layer, self.max_pages_per_row * size.page, rules) for layer in self._layers
     )
-    dtype = program.num.compute_dtype
-    self._width = width_of(cfg.model)
-    each = size.page * dtype.itemsize * math.prod(self._width.values())
+    dtype = NARROW[size.narrow] if size.narrow else program.num.compute_dtype
+    self._arrays = slot_arrays(cfg.model, dtype)
+    self._reads = kernels.of("paged_attention", slot_of(dtype))
+    if size.narrow:
+      logging.info("engine: pages in %s, which are read by %s", size.narrow, self._reads)
+    each = size.page * sum(array.num_bytes for array in self._arrays)
     enough, layers = size.rows * self.max_pages_per_row, len(self._layers)
     self.num_pages = size.pages or min(enough, _pages_that_fit(each * layers))
     # A layer that tokens skip has the same few pages for each row, where these are fewer in all.
@@ -128,7 +134,7 @@ class ModelRunner:
         self.max_pages_per_row * size.page,
         (each * (layers - shared) * self.num_pages - beside) / 1e6,
       )  # fmt: skip
-    self._dtype, self._vocab = dtype, cfg.model.vocab_size
+    self._size, self._vocab = size, cfg.model.vocab_size
     self._state = self._empty()
     allowed = np.arange(cfg.model.vocab_size) < tokenizer.vocab_size
     allowed[list(tokenizer.special_ids)] = False
@@ -149,10 +155,9 @@ class ModelRunner:
     self._score_program = jax.jit(of_model.score, donate_argnames="state", static_argnames="whole")
 
   def _empty(self) -> State:
-    zeros = lambda number: jnp.zeros(
-      (number, self.page_size, *self._width.values()),
-      self._dtype,
-      out_sharding=spec(*PAGE_AXES, *self._width),
+    zeros = lambda number: tuple(
+      jnp.zeros((number, self.page_size, *of.shape), of.dtype, out_sharding=spec(*of.axes))
+      for of in self._arrays
     )
     rows = self.max_rows + 1
     return State(
@@ -165,9 +170,10 @@ class ModelRunner:
     )
 
   def holds(self, size: Size) -> bool:
-    """Whether there is room for as many texts as long as these."""
+    """Whether there is room for as many texts as long as these, in such pages."""
     context = self.max_pages_per_row * self.page_size
-    return self.max_rows >= size.rows and context >= size.context
+    enough = self.max_rows >= size.rows and context >= size.context
+    return enough and self._size.narrow == size.narrow
 
   def run(self, step: Step) -> list[tuple[list[int], Drawn]]:
     """Start a step; its handle has rows and what they drew, for each program that ran."""
@@ -268,7 +274,7 @@ class ModelRunner:
   def _table(self, of_rows: Sequence[tuple[int, ...]], most: int) -> np.ndarray:
     """Pages of rows, as wide as a power of two, so that few programs are compiled."""
     width = min(self.max_pages_per_row, 1 << (most - 1).bit_length())
-    if self._kernels.of("paged_attention", "one_token") != "xla":  # reads what is filled alone
+    if self._reads != "xla":  # reads what is filled alone
       width = self.max_pages_per_row
     table = np.full((len(of_rows), width), self.num_pages, np.int32)
     for row, pages in enumerate(of_rows):
@@ -487,17 +493,17 @@ class _Model(NamedTuple):
 
   def _extend(self, model, state, ids_BT, index_BT, row_B, view):
     caches, of_layers = [], (model.layers, state.layers, state.taken, self.slots, self.own)
-    for layer, array, taken, slots, own in zip(*of_layers, strict=True):
+    for layer, arrays, taken, slots, own in zip(*of_layers, strict=True):
       of_rows = None if taken is None else taken[row_B]
       table_BW = row_B[:, None] * own + jnp.arange(own) if own else view.table_BW
       seen = dataclasses.replace(view, table_BW=table_BW)
-      caches.append(LayerCache(pages_of(layer, array, seen, slots), of_rows))
+      caches.append(LayerCache(pages_of(layer, arrays, seen, slots), of_rows))
     x_BTD, caches = model.extend(ids_BT, index_BT, caches, self.rules)
     taken = tuple(
       None if before is None else before.at[row_B].set(reshard(cache.taken_B, None))
       for before, cache in zip(state.taken, caches, strict=True)
     )
-    return x_BTD, state._replace(layers=tuple(c.kv.array for c in caches), taken=taken)
+    return x_BTD, state._replace(layers=tuple(c.kv.arrays for c in caches), taken=taken)
 
 
 def _draw(model, state, x_BD, row_B, index_B, settings, allowed_V, which, counted):

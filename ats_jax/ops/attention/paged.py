@@ -2,7 +2,12 @@
 
 Letters: B rows, T new tokens, N query heads, K key/value heads, H head_dim, X keys and values of a
 head, G pages in all, P slots of a page, W pages of a row.
+
+Pages are a tuple of arrays: [G, P, ..., all values of a slot], and in 8 bits behind it their scales
+[G, P, ..., one for each part of a slot].
 """
+
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -11,32 +16,82 @@ from ats_jax.ops import registry
 from ats_jax.ops.attention.causal import attend_to_slots
 from ats_jax.ops.registry import XLA, Kernels
 
+SCALE_DTYPE = jnp.bfloat16  # of 8 bits; in float32, scales of narrow heads would take much
 
-def write(pages: jax.Array, new_BTx: jax.Array, table_BW: jax.Array, index_BT: jax.Array):
+
+def narrowed(x: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+  """Round to 8 bits, with a scale for each vector along the last dimension.
+
+  Args:
+    x: [..., width].
+    dtype: int8 or float8_e4m3fn.
+
+  Returns:
+    Values in `dtype`, and their scales [..., 1].
+  """
+  whole = jnp.issubdtype(dtype, jnp.integer)
+  limit = float(jnp.iinfo(dtype).max if whole else jnp.finfo(dtype).max)
+  x = x.astype(jnp.float32)
+  scale = (jnp.max(jnp.abs(x), axis=-1, keepdims=True) / limit).astype(SCALE_DTYPE)
+  x /= jnp.where(scale > 0, scale, 1).astype(jnp.float32)
+  x = jnp.clip(jnp.round(x) if whole else x, -limit, limit)  # a scale may be rounded down
+  return x.astype(dtype), scale
+
+
+def widened(values: jax.Array, scale: jax.Array, dtype: jnp.dtype) -> jax.Array:
+  """What `narrowed` stands for."""
+  return (values.astype(jnp.float32) * scale.astype(jnp.float32)).astype(dtype)
+
+
+def write(
+  pages: Sequence[jax.Array],
+  parts: Sequence[jax.Array],
+  table_BW: jax.Array,
+  index_BT: jax.Array,
+) -> tuple[jax.Array, ...]:
   """Put what new tokens bring into their slots.
 
   Args:
-    pages: [G, P, ...].
-    new_BTx: [rows, new tokens, ...], as wide as a slot.
+    pages: values, and perhaps their scales.
+    parts: [rows, new tokens, ...], which are together as wide as a slot.
     table_BW: int32 pages of each row, in order.
     index_BT: int32 slot of each token in its row; one behind the table is not written.
   """
-  size = pages.shape[1]
-  table_BW = jnp.pad(table_BW, ((0, 0), (0, 1)), constant_values=pages.shape[0])
+  count, size = pages[0].shape[:2]
+  table_BW = jnp.pad(table_BW, ((0, 0), (0, 1)), constant_values=count)
   place_BT = jnp.minimum(index_BT // size, table_BW.shape[1] - 1)
   page_BT = jnp.take_along_axis(table_BW, place_BT, axis=1)
-  return pages.at[page_BT, index_BT % size].set(new_BTx.astype(pages.dtype), mode="drop")
+  of_parts = [(part.astype(pages[0].dtype),) for part in parts]
+  if len(pages) > 1:
+    of_parts = [narrowed(part, pages[0].dtype) for part in parts]
+  new = [jnp.concatenate(of, axis=-1) for of in zip(*of_parts, strict=True)]
+  put = lambda into, x: into.at[page_BT, index_BT % size].set(x, mode="drop")
+  return tuple(put(into, x) for into, x in zip(pages, new, strict=True))
 
 
-def read(pages: jax.Array, table_BW: jax.Array) -> jax.Array:
-  """What the slots of each row hold, [rows, W * P, ...]."""
-  rows = pages.at[table_BW].get(mode="clip")
-  return rows.reshape(table_BW.shape[0], -1, *pages.shape[2:])
+def read(
+  pages: Sequence[jax.Array], table_BW: jax.Array, widths: Sequence[int], dtype: jnp.dtype
+) -> list[jax.Array]:
+  """The parts of the slots of each row, [rows, W * P, ..., width] in `dtype` if they have scales.
+
+  Args:
+    pages: values, and perhaps their scales.
+    table_BW: int32 pages of each row, in order.
+    widths: of the two parts of a slot.
+    dtype: of the activations.
+  """
+  get = lambda a: a.at[table_BW].get(mode="clip").reshape(len(table_BW), -1, *a.shape[2:])
+  values, *scales = map(get, pages)
+  parts = jnp.split(values, [widths[0]], axis=-1)
+  if not scales:
+    return parts
+  of_parts = jnp.split(scales[0], 2, axis=-1)
+  return [widened(*of, dtype) for of in zip(parts, of_parts, strict=True)]
 
 
 def paged_attention(
   q_BTNH: jax.Array,
-  pages_GPKX: jax.Array,
+  pages: Sequence[jax.Array],
   table_BW: jax.Array,
   index_BT: jax.Array,
   *,
@@ -49,7 +104,8 @@ def paged_attention(
 
   Args:
     q_BTNH: queries of the new tokens.
-    pages_GPKX: keys, and behind those of each head its values; those of the new tokens among them.
+    pages: [G, P, K, X] keys, and behind those of each head its values, those of the new tokens
+      among them; in 8 bits also the scales of both, [G, P, K, 2].
     table_BW: int32 pages of each row, in order.
     index_BT: int32 slot of each query in its row; it sees the slots up to its own.
     window: as in `causal.attention`, as the soft cap and sinks.
@@ -57,10 +113,17 @@ def paged_attention(
     sinks_N: logits of a place that every token sees.
     kernels: the chosen implementations.
   """
-  kernel = registry.kernel("paged_attention", "one_token", kernels)
+  kernel = registry.kernel("paged_attention", slot_of(pages[0].dtype), kernels)
   if kernel is None or q_BTNH.shape[1] > 1 or sinks_N is not None:
-    k_BSKH, v_BSKH = jnp.split(read(pages_GPKX, table_BW), 2, axis=-1)
+    k_BSKH, v_BSKH = read(pages, table_BW, [q_BTNH.shape[-1]] * 2, q_BTNH.dtype)
     return attend_to_slots(q_BTNH, k_BSKH, v_BSKH, index_BT, window, soft_cap, sinks_N)
-  options = {"window": window, "soft_cap": soft_cap}
-  y_BNH = kernel(q_BTNH[:, 0], pages_GPKX, table_BW, index_BT[:, 0] + 1, **options)
+  values, *scales = pages
+  y_BNH = kernel(
+    q_BTNH[:, 0], values, *scales, table_BW, index_BT[:, 0] + 1, window=window, soft_cap=soft_cap
+  )
   return y_BNH[:, None]
+
+
+def slot_of(dtype: jnp.dtype) -> str:
+  """The slot of the op that attends to pages of a dtype."""
+  return {"int8": "one_token_int8", "float8_e4m3fn": "one_token_fp8"}.get(str(dtype), "one_token")

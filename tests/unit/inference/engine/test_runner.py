@@ -1,6 +1,7 @@
 """The engine's texts beside the full forward pass, of every kind of model."""
 
 import dataclasses
+import types
 
 import canonical
 import jax
@@ -90,13 +91,32 @@ def test_a_layer_that_tokens_skip_has_fewer_pages(mesh, caplog):
   cfg = canonical.config("depths", LOUD)
   with caplog.at_level("INFO"):
     runner = engine_of(cfg)._runner
-  every, skipped = (pages.shape[0] for pages in runner._state.layers)
+  every, skipped = (pages[0].shape[0] for pages in runner._state.layers)
   assert every == runner.num_pages == 3 * 8  # of three rows
   assert skipped == 4 * 5  # of these and nobody's, which have 1.25 * 0.5 * 64 places each
   (line,) = [line for line in caplog.messages if "that tokens skip" in line]
   token = 2 * 2 * 8 * 4  # keys and values of two heads
   assert f"{token} bytes a token in 1 layers; 1 that tokens skip have places for 40 of 64" in line
   assert f"saves {(24 - 20) * 8 * token / 1e6:.3g} MB" in line
+
+
+def test_twice_the_texts_fit_in_the_memory_of_pages_in_8_bits(mesh, monkeypatch):
+  cfg = canonical.config(
+    "dense", LOUD | {"model.head_dim": 64, "precision.compute_dtype": "bfloat16"}
+  )
+  stats = {"bytes_limit": 3_000_000, "bytes_in_use": 1_000_000}
+  device = types.SimpleNamespace(memory_stats=lambda: stats)
+  program, fit = canonical.program(cfg), {}
+  for narrow in ("", "int8", "fp8"):
+    model = served(canonical.model(cfg), program)
+    size = dataclasses.replace(SIZE, rows=1000, narrow=narrow)
+    with monkeypatch.context() as patch:
+      patch.setattr(jax, "devices", lambda: [device])
+      runner = ModelRunner(model, program, TOKENIZER, RULES, size)
+    used = sum(array.nbytes for array in jax.tree.leaves(runner._state.layers))
+    assert used == pytest.approx(0.85 * 2_000_000, rel=0.01)
+    fit[narrow] = runner.num_pages
+  assert fit["int8"] == fit["fp8"] == pytest.approx(256 / 132 * fit[""], rel=0.01)
 
 
 def test_draws_of_a_seed_are_those_of_one_text_after_the_other(mesh):
@@ -116,21 +136,23 @@ def test_draws_of_a_seed_are_those_of_one_text_after_the_other(mesh):
     assert drawn == list(one)
 
 
-def test_a_shared_beginning_and_a_lost_row_change_no_text(mesh):
+@pytest.mark.parametrize("narrow", ["", "int8", pytest.param("fp8", marks=pytest.mark.thorough)])
+def test_a_shared_beginning_and_a_lost_row_change_no_text(narrow, mesh):
+  size = dataclasses.replace(SIZE, narrow=narrow)
   cfg = canonical.config("dense", LOUD)
   asked = Sampling(
     max_tokens=20, temperature=0.5, top_p=1.0, repetition_penalty=3.0, frequency_penalty=1.0,
     ignore_end=True,
   )  # fmt: skip
   requests = [Request(ids_of("0123456789" * 2 + end), asked) for end in ("", "ab", "abcdefgh")]
-  alone = [answers(engine_of(cfg, share=False), [request])[0] for request in requests]
-  engine = engine_of(cfg)
+  alone = [answers(engine_of(cfg, size, share=False), [request])[0] for request in requests]
+  engine = engine_of(cfg, size)
   assert answers(engine, requests) == alone
   assert answers(engine, requests) == alone  # their beginnings are kept now
-  tight = dataclasses.replace(SIZE, pages=9)  # too few for three texts: some begin again
+  tight = dataclasses.replace(size, pages=9)  # too few for three texts: some begin again
   assert answers(engine_of(cfg, tight), requests) == alone
   without = dataclasses.replace(asked, repetition_penalty=1.0, frequency_penalty=0.0)
-  plain = answers(engine_of(cfg), [Request(r.prompt, without) for r in requests])
+  plain = answers(engine_of(cfg, size), [Request(r.prompt, without) for r in requests])
   assert plain != alone
 
 

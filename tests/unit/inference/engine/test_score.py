@@ -1,5 +1,6 @@
 """Scores of texts beside those of the full forward pass, and what of them is read once."""
 
+import dataclasses
 import random
 import zlib
 
@@ -18,9 +19,9 @@ CONTEXTS = ["seven cups of tea", "0123456789 " * 4, "", "0123456789 " * 3 + "012
 TEXTS = [Text(ids_of(c), TOKENIZER.encode(w)) for c in CONTEXTS for w in (" or six", "!", "")]
 
 
-def scorer_of(cfg, share):
+def scorer_of(cfg, share, size=SIZE):
   program = canonical.program(cfg)
-  runner = ModelRunner(served(canonical.model(cfg), program), program, TOKENIZER, RULES, SIZE)
+  runner = ModelRunner(served(canonical.model(cfg), program), program, TOKENIZER, RULES, size)
   return Scorer(runner, cfg.model.vocab_size, share=share)
 
 
@@ -51,6 +52,19 @@ def test_scores_are_those_of_the_full_forward_pass(kind, mesh):
       assert score.greedy == likeliest.all()
       assert score.logprob == pytest.approx(logprobs.sum(), abs=1e-4)
   assert scores[-1].greedy and not all(score.greedy for score in scores)
+
+
+@pytest.mark.parametrize(("narrow", "apart"), [("int8", 0.03), ("fp8", 0.1)])
+@pytest.mark.parametrize("kind", thorough_but(["dense", "latent"], 0))
+def test_scores_by_pages_in_8_bits_are_close_and_the_same_again(kind, narrow, apart, mesh):
+  cfg = canonical.config(kind, {"model.vocab_size": 384})
+  scorer = scorer_of(cfg, share=True, size=dataclasses.replace(SIZE, narrow=narrow))
+  first, second = scorer.score(TEXTS), scorer.score(TEXTS)  # most of the second is in the pages
+  for text, one, other in zip(TEXTS, first, second, strict=True):
+    np.testing.assert_allclose(one.logprobs, full(cfg, text)[0], atol=apart)
+    np.testing.assert_allclose(one.logprobs, other.logprobs, atol=2e-5)
+  exact = np.concatenate([full(cfg, text)[0] for text in TEXTS])
+  assert np.abs(np.concatenate([one.logprobs for one in first]) - exact).max() > 1e-4
 
 
 def greedy_ids(cfg, ids, number):
