@@ -7,6 +7,7 @@ import pytest
 import triton_interpreter
 
 from ats_jax.ops.attention.paged import narrowed, paged_attention
+from ats_jax.ops.registry import Kernels
 from kernels_triton import decode_slots, plan
 
 pytestmark = pytest.mark.hf
@@ -46,14 +47,14 @@ def test_attention_of_one_token_to_pages(dtype, options, programs, interpreter, 
     unread = jnp.asarray(at >= length)[..., None, None]
     k = k.at[table[row]].set(jnp.where(unread, 1e4, k[table[row]]))
   pages = [jnp.concatenate([k, v], axis=-1)]
-  kernel = decode_slots.paged_attention
+  slot = "one_token"
   if dtype == "int8":
     of_parts = zip(*(narrowed(x, jnp.dtype(dtype)) for x in (k, v)), strict=True)
     pages = [jnp.concatenate(of, axis=-1) for of in of_parts]
-    kernel = decode_slots.paged_attention_int8
+    slot = "one_token_int8"
   lengths = jnp.array(LENGTHS, jnp.int32)
   want = paged_attention(q, pages, table, lengths[:, None] - 1, **options)
-  options = {"window": None, "soft_cap": None} | options
-  run = lambda *args: kernel(*args, **options)
-  got = jax.jit(run)(q[:, 0], *pages, table, lengths)
-  np.testing.assert_allclose(got, want[:, 0], rtol=2e-5, atol=2e-5)
+  kernels = Kernels(((f"paged_attention.{slot}", "triton"),))
+  run = lambda *args: paged_attention(*args, kernels=kernels, **options)
+  got = jax.jit(run)(q, pages, table, lengths[:, None] - 1)
+  np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
