@@ -86,8 +86,10 @@ def run(engine: Engine, requests: list[Request]) -> dict[str, float]:
   all_begun, one_ended = max(t[0] for t in times), min(t[-1] for t in times)
   drawn = [t for of in times for t in of]
   within = sum(all_begun < t <= one_ended for t in drawn)
-  return {
-    "while_all_draw": within / max(one_ended - all_begun, 1e-9),
+  together = {}
+  if one_ended > all_begun:  # else there is no time at which all texts are drawn
+    together["while_all_draw"] = within / (one_ended - all_begun)
+  return together | {
     "end_to_end": len(drawn) / (max(drawn) - began),
     "first_token_median": statistics.median(t[0] for t in times) - began,
   }
@@ -133,13 +135,10 @@ def main(argv: list[str]) -> None:
       run(engine, requests)
       compiled = time.perf_counter() - began
       found = [run(engine, requests) for _ in range(_REPEATS.value)]
-      row = {key: round(statistics.median(f[key] for f in found), 4) for key in found[0]}
-      facts = {
-        "model": _MODEL.value,
-        "case": name,
-        "kernels": _KERNELS.value,
-        "pages": _PAGES.value,
-      }
+      keys = [key for key in found[0] if all(key in f for f in found)]
+      row = {key: round(statistics.median(f[key] for f in found), 4) for key in keys}
+      facts = {"model": _MODEL.value, "case": name}
+      facts |= {"kernels": _KERNELS.value, "pages": _PAGES.value}
       device = jax.devices()[0].device_kind
       row |= {"first_run": round(compiled, 1), "device": device, "jax": jax.__version__}
       print(json.dumps(facts | row), flush=True)
