@@ -32,7 +32,7 @@ from lab.faults.bench import Bench, Suite
 from lab.faults.course import run
 from lab.faults.results import Record, Results, mend
 from lab.faults.suite import ON_GPU
-from lab.faults.table import CLEAN, USUAL, markdown, number
+from lab.faults.table import CLEAN, USUAL, markdown, mean, number, spike_scores
 
 _SIZES = flags.DEFINE_list("sizes", ["26m"], "Of the model: toy, 10m, 26m or 110m.")
 _RATES = flags.DEFINE_list(
@@ -110,17 +110,18 @@ def table(records: Iterable[Record]) -> str:
   for size in dict.fromkeys(r["size"] for r in records):
     own = [r for r in records if r["size"] == size]
     arms = list(dict.fromkeys(r["arm"] for r in own))
-    mean = lambda arm, rate, name, own=own: float(
-      np.mean([r[name] for r in own if (r["arm"], r["rate"]) == (arm, rate)] or [np.nan])
-    )
+    of = lambda arm, rate, own=own: [r for r in own if (r["arm"], r["rate"]) == (arm, rate)]
+    loss = lambda arm, rate, of=of: mean(r["loss"] for r in of(arm, rate))
     rates = sorted({r["rate"] for r in own})
-    rows = [[f"{rate:g}", *(number(mean(arm, rate, "loss")) for arm in arms)] for rate in rates]
-    initial = float(np.mean([r["initial"] for r in own]))
-    found = [sensitivity([mean(arm, rate, "loss") for rate in rates], initial) for arm in arms]
+    rows = [[f"{rate:g}", *(number(loss(arm, rate)) for arm in arms)] for rate in rates]
+    initial = mean(r["initial"] for r in own)
+    found = [sensitivity([loss(arm, rate) for rate in rates], initial) for arm in arms]
     rows.append(["**sensitivity**", *map(number, found)])
     steps = ", ".join(map(str, sorted({r["steps"] for r in own})))
     head = f"{size}, {steps} steps, {initial:.3f} at first"
     parts.append(markdown([head, *arms], rows))
+    lines = [[f"{rate:g}", *(spike_scores(of(arm, rate)) for arm in arms)] for rate in rates]
+    parts.append(markdown([f"{size}: spike score of loss, of gradient norm, %", *arms], lines))
   return "\n\n".join(parts)
 
 

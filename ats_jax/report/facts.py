@@ -1,5 +1,6 @@
-"""Tables of a run's facts: settings, tokens, data, time of devices, environment."""
+"""Tables of a run's facts: settings, tokens, spikes, data, time of devices, environment."""
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 from ats_jax.config import Config
 from ats_jax.config.names import differences, flatten
 from ats_jax.metrics.progress import duration
+from ats_jax.metrics.spikes import SIGMAS, WINDOW, spike_score
 from ats_jax.report.events import Event
 from ats_jax.report.figures import Table, Texts, number
 from ats_jax.report.read import RunRecord, started
@@ -25,7 +27,13 @@ def facts_of(run: RunRecord, preset: Mapping[str, Any] | None, preset_name: str)
     preset: flat settings that its own are compared with; None = the program's defaults.
     preset_name: what those are called.
   """
-  known = [budget(run), data(run), *parts_of_data(run), settings(run, preset, preset_name)]
+  known = [
+    budget(run),
+    spikes(run),
+    data(run),
+    *parts_of_data(run),
+    settings(run, preset, preset_name),
+  ]
   return [one for one in (*known, environment(run), kernels(run)) if one is not None]
 
 
@@ -74,6 +82,22 @@ def budget(run: RunRecord) -> Table:
   rows.append(("time of devices", device_hours(run)))
   rows += [(name, str(known[name])) for name in SHOWN_FACTS if name in known]
   return Table("Budget", "Parameters, tokens and time.", ("fact", "value"), tuple(rows))
+
+
+def spikes(run: RunRecord) -> Table | None:
+  """How often the loss and the norm of the gradient spike."""
+  rows = []
+  for name in ("train/loss", "train/grad_norm"):
+    values = run.column(name).values
+    if math.isfinite(score := spike_score(values)):
+      rows.append((name, f"{len(values):,}", f"{score:.2%}"))
+  if not rows:
+    return None
+  about = (
+    f"The share of rows that are {SIGMAS:g} standard deviations or more away from the mean of up "
+    f"to {WINDOW:,} rows before (OLMo 2)."
+  )
+  return Table("Spikes", about, ("metric", "rows", "spike score"), tuple(rows))
 
 
 def data(run: RunRecord) -> Table | None:

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from ats_jax.data.batch import POSITION, Batch
+from ats_jax.metrics.spikes import spike_score
 from ats_jax.model.param import params_of, trainable
 from ats_jax.orchestrator.supervisor import Supervisor
 from ats_jax.orchestrator.trials.compare import NextUpdates
@@ -25,6 +26,7 @@ from lab.faults.keepers import Log, at_step, copied, keeper
 from lab.faults.results import Record
 from lab.faults.scenarios import SCENARIOS, Injection
 
+SPIKY = ("train/loss", "train/grad_norm")  # whose spike scores are noted
 Made = tuple[TrainState, StepMetrics]  # by an update
 PREFIXES = (1, 2)  # checkpoints of a clean run from which others go on, `Bench.pause` steps apart
 BEFORE = 20  # steps, at least, from there to the onset
@@ -224,6 +226,7 @@ def run(
     "loss": scores["main"][0],
     "finite": all(finite for _, finite in scores.values()),
     "domains": {name: loss for name, (loss, _) in scores.items()},
+    "spikes": {name: spike_score(metrics[name]) for name in SPIKY if name in metrics},
     "left_out": int(left_out.sum()),
     "rate_held": int(reflex.get("reflex/rate_scale", np.zeros(1)).sum()),
     "actions": log.actions,

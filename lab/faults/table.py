@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 
 from lab.faults.arms import ARMS, OURS, OWN
+from lab.faults.course import SPIKY
 from lab.faults.results import Record
 from lab.faults.scenarios import CLASSES, SCENARIOS
 from lab.faults.suite import TUNING_SEEDS
@@ -85,6 +86,12 @@ def rollbacks(run: Record) -> int:
   return sum(name == "rollback" for _, name, _ in run["actions"])
 
 
+def spike_scores(runs: Iterable[Record]) -> str:
+  """Of loss and gradient norm, %, means of the runs; records older than the scores have none."""
+  scores = [run.get("spikes", {}) for run in runs]
+  return ", ".join(number(100.0 * mean(x.get(name, np.nan) for x in scores)) for name in SPIKY)
+
+
 def is_cut(run: Record) -> bool:
   """Whether the rate was lower than the schedule's for some time."""
   rates = [rate for _, name, rate in run["actions"] if name == "rate"]
@@ -126,10 +133,13 @@ def tables(records: Sequence[Record]) -> str:
   rows |= {f"**{kind}**": [s for s in faults if SCENARIOS[s].kind == kind] for kind in CLASSES}
   own = lambda arm, some: _two([board.over(arm, s, arm) for s in some])
   cost = lambda arm, some: _two([board.over(arm, s, USUAL) for s in some])
+  spikes = {s: [s] for s in (CLEAN, *faults)}
+  score = lambda arm, some: spike_scores(board.runs(arm, some))
   parts = [
     "\n".join([f"{len(board.records)} runs, seeds {', '.join(map(str, board.seeds))}.", *said]),
     _grid(board, "clean run less that of clip, nats: mean (worst)", {CLEAN: [CLEAN]}, cost),
     _grid(board, "over its own clean run, nats: mean (worst)", rows, own),
+    _grid(board, "spike score of loss, of gradient norm, %", spikes, score),
     _best(board, mendable),
     markdown(HEALTHY, [_healthy(board, arm) for arm in board.arms]),
   ]

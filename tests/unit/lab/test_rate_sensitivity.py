@@ -11,7 +11,7 @@ from lab.rate_sensitivity import SIZES, sensitivity, suite, table
 
 def record(rate, arm, loss, seed=0):
   return {"size": "toy", "rate": rate, "arm": arm, "seed": seed, "loss": loss, "initial": 5.0,
-          "steps": 100}  # fmt: skip
+          "steps": 100, "spikes": {"train/loss": 0.01, "train/grad_norm": 0.0}}  # fmt: skip
 
 
 def test_what_is_above_the_first_loss_counts_as_that():
@@ -28,6 +28,11 @@ def test_the_table_has_means_of_the_seeds_in_the_order_of_the_rates():
     "| 0.01 | 2.000 | 2.100 |",
     "| 0.1 | 5.500 | 2.300 |",
     "| **sensitivity** | 1.500 | 0.100 |",
+    "",
+    "| toy: spike score of loss, of gradient norm, % | clip | ours |",
+    "| --- | --- | --- |",
+    "| 0.01 | 1.000, 0.000 | 1.000, 0.000 |",
+    "| 0.1 | 1.000, 0.000 | 1.000, 0.000 |",
   ]
 
 

@@ -102,7 +102,9 @@ def test_faults_that_can_be_mended_are_chosen_on_the_tuning_seeds():
 
 
 def test_the_tables():
-  text = tables(runs())
+  scored = record("clip", "nan_gradient", 0, 3.0, spikes={"train/loss": 0.02})
+  text = tables([*runs(), scored])
+  assert "| nan_gradient | 2.000, - | -, - | -, - | -, - |" in text
   assert "| clean | 0.000 (0.000) | 0.010 (0.010) | - (-) | 0.000 (0.000) |" in text
   assert "| nan_gradient | 1.000 (1.000) | 0.200 (0.200) | - (-) | 0.100 (0.100) |" in text
   assert "| ours | 4 | 0 | 0 | 0 | 0 | 0 of 200 | 0.000 (clean) |" in text
