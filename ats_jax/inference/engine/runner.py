@@ -211,9 +211,7 @@ class ModelRunner:
   def _read_chunk(self, chunk: Chunk) -> Drawn:
     """Read tokens of one row, and draw what follows them."""
     length, step = max(LEAST_TOKENS, 1 << (len(chunk.ids) - 1).bit_length()), self.chunk // 4
-    if length > max(
-      step, LEAST_TOKENS
-    ):  # not as coarse: what is filled up takes as long as what is read
+    if length > max(LEAST_TOKENS, step):  # finer, as padding takes as long as tokens
       length = -(-len(chunk.ids) // step) * step
     ids, index = np.zeros((1, length), np.int32), np.full((1, length), -1, np.int32)
     ids[0, : len(chunk.ids)] = chunk.ids
