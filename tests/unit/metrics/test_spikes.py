@@ -36,6 +36,22 @@ def test_only_the_last_values_count():
   assert round(spike_score(late) * (4000 - LEAST)) == round(spikes) + 1
 
 
+def test_windows_are_those_of_a_loop():
+  """Also after a value so large that a sum over all would forget the others."""
+  rng = np.random.default_rng(0)
+  series = rng.standard_t(2, 5000)
+  series[700], series[1200] = 1e12, math.nan
+  spikes = judged = 0
+  for i, value in enumerate(series):
+    before = series[max(0, i - WINDOW) : i]
+    before = before[np.isfinite(before)]
+    if len(before) >= LEAST:
+      judged += 1
+      spikes += not abs(value - before.mean()) < 7.0 * before.std()
+  assert spikes > 10 and spike_score(series) == pytest.approx(spikes / judged)
+
+
 def test_what_cannot_be_judged():
   assert math.isnan(spike_score(np.array([]))) and math.isnan(spike_score(wave(LEAST)))
-  assert spike_score(np.full(200, 1.5)) == 0.0
+  assert math.isnan(spike_score(np.full(200, math.nan)))
+  assert spike_score(np.full(200, 1.5)) == 0.0 == spike_score(np.full(5000, 0.1))

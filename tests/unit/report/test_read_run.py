@@ -14,7 +14,7 @@ from ats_jax.orchestrator.record.ledger import Ledger
 from ats_jax.report import columns, shown
 from ats_jax.report.columns import Column
 from ats_jax.report.events import events_of
-from ats_jax.report.facts import device_hours, kernels, parts_of_data
+from ats_jax.report.facts import device_hours, kernels, parts_of_data, spikes
 from ats_jax.report.figures import series
 from ats_jax.report.plots import figures_of, profiles
 from ats_jax.report.read import read_run
@@ -131,6 +131,14 @@ def test_hours_of_devices_count_each_start_that_is_known(tmp_path):
   twice = ("2026-11-28 09:00:00 INFO    devices: 2 x cpu",)
   killed = read_run(str(write_run(tmp_path / "c", training(range(10, 60, 10)), log=twice)))
   assert "1 earlier starts, which were killed, are not counted" in device_hours(killed)
+
+
+def test_the_spike_score_is_shown_of_enough_rows(tmp_path):
+  rows = training(range(1, 102))
+  rows[80]["train/loss"] = 90.0
+  table = spikes(read_run(str(write_run(tmp_path / "a", rows))))
+  assert table is not None and table.rows == (("train/loss", "101", "1.96%"),)  # 1 of 51
+  assert spikes(read_run(str(write_run(tmp_path / "b", rows[:50])))) is None
 
 
 def test_files_that_are_none_are_named(tmp_path):
