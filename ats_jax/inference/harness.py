@@ -64,7 +64,7 @@ class RunLM(TemplateLM):
     super().__init__()
     del batch_size, max_batch_size, device
     self._stack = contextlib.ExitStack()
-    loading = load_run(paths.parse(workdir), str(step), compute_dtype, 1, pages)
+    loading = load_run(paths.parse(workdir), str(step), compute_dtype, devices=1, pages=pages)
     self._run = self._stack.enter_context(loading)
     self._compared = False
     self.max_length = self._run.program.cfg.data.seq_len

@@ -4,7 +4,7 @@
   ats-jax generate --workdir=runs/debug --step=best --temperature=0 --max_tokens=100 --prompt=import
   ats-jax generate --workdir=runs/chat --chat --prompt='What is a row?' --system='Be brief.'
   ats-jax generate --workdir=runs/base --adapter=math=adapters/a,code=adapters/b --prompt=import
-  ats-jax generate --workdir=runs/debug --prompts=prompts.jsonl --out=answers.jsonl
+  ats-jax generate --workdir=runs/debug --prompts=prompts.jsonl
 
 With --chat the prompt is a user's turn, written as in training, and the answer ends by itself.
 --prompts names a file of many: a text a line, or a .jsonl with "prompt" or "messages"; the answers
@@ -12,11 +12,9 @@ are JSON lines in the same order. --adapter names folders of peft: the run answe
 then with each. How it draws, where nothing is given, is as the run's own config says (`sample.*`).
 """
 
-import contextlib
 import functools
 import json
-import sys
-from typing import Any, TextIO
+from typing import Any
 
 from absl import flags
 
@@ -33,9 +31,6 @@ FLAGS = flags.FlagValues()
 _DRAWING = DrawingFlags(FLAGS)
 _PROMPT = flags.DEFINE_string("prompt", None, "Text to continue.", flag_values=FLAGS)
 _PROMPTS = flags.DEFINE_string("prompts", None, "File of texts to continue.", flag_values=FLAGS)
-_OUT = flags.DEFINE_string(
-  "out", None, "With --prompts: file for the answers, in place of the terminal.", flag_values=FLAGS
-)
 _ADAPTER = define_adapter_flag(FLAGS)
 _CHAT = flags.DEFINE_boolean(
   "chat", False, "The prompt is what a user says; print the answer alone.", flag_values=FLAGS
@@ -50,22 +45,17 @@ def main(argv: list[str]) -> None:
   del argv
   if _SYSTEM.value and not _CHAT.value:
     raise ValueError("--system is a turn of a conversation: it needs --chat.")
-  if _PROMPTS.value is None and _OUT.value is not None:
-    raise ValueError("--out is for the answers to many prompts: it needs --prompts.")
   if _PROMPTS.value is not None and _PROMPT.value is not None:
     raise ValueError("--prompt and --prompts both say what to continue. Use one of them.")
   folder = paths.parse(cli.require(_DRAWING.workdir.value, "workdir", "runs/debug"))
   given, adapters = _DRAWING.given(), by_name(_ADAPTER.value)
   pages = _DRAWING.pages.value
-  with contextlib.ExitStack() as stack:
-    if _PROMPTS.value is None:
-      answer, devices = _print_one, 1 if pages else 0  # several devices have no pages
-    else:
-      prompts = read_prompts(paths.parse(_PROMPTS.value))
-      out = stack.enter_context(open(_OUT.value, "w", encoding="utf-8")) if _OUT.value else None
-      answer, devices = functools.partial(_answer_all, prompts=prompts, out=out or sys.stdout), 1
-    loading = load_run(folder, _DRAWING.step.value, _DRAWING.compute_dtype.value, devices, pages)
-    run = stack.enter_context(loading)
+  if _PROMPTS.value is None:
+    answer, devices = _print_one, 1 if pages else 0  # several devices have no pages
+  else:
+    prompts = read_prompts(paths.parse(_PROMPTS.value))
+    answer, devices = functools.partial(_answer_all, prompts=prompts), 1
+  with load_run(folder, _DRAWING.step.value, _DRAWING.compute_dtype.value, devices, pages) as run:
     for name, one in each(run, folder, adapters):
       answer(one, given, name)
 
@@ -94,9 +84,7 @@ def _print_one(run: TrainedRun, given: dict[str, Any], name: str) -> None:
   print(flush=True)
 
 
-def _answer_all(
-  run: TrainedRun, given: dict[str, Any], name: str, prompts: list[Prompt], out: TextIO
-) -> None:
+def _answer_all(run: TrainedRun, given: dict[str, Any], name: str, prompts: list[Prompt]) -> None:
   sampling = Sampling.of(run.sampling(**given), _DRAWING.seed.value)
   if _CHAT.value:
     prompts = [p.asked(_system()) for p in prompts]
@@ -104,7 +92,7 @@ def _answer_all(
   engine = run.engine(rows=min(ROWS, len(requests)))
   for row in answers(engine, prompts, requests):
     row |= {"adapter": name} if name else {}
-    print(json.dumps(row, ensure_ascii=False), file=out, flush=True)
+    print(json.dumps(row, ensure_ascii=False), flush=True)
 
 
 COMMANDS = {"": cli.Command(main, FLAGS, __doc__)}
