@@ -78,7 +78,7 @@ def write(
       paths.write(folder / PROGRESS, json.dumps({"source": source, "done": sorted(done)}))
 
     with contextlib.closing(reader.handler((Deferred, _DeferredHandler(done, wrote)))) as handler:
-      handler.save(state, args=ocp.args.PyTreeSave(dict(arrays)))
+      handler.save(state, args=reader.to_write(arrays))
       handler.finalize(state)
     (folder / reader.EXTRA).write_text(json.dumps(extra, indent=1), encoding="utf-8")
     (folder / PROGRESS).unlink()

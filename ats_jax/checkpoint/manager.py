@@ -166,7 +166,7 @@ class CheckpointManager:
         folder.mkdir()
         (folder / reader.EXTRA).write_text(extra_text, encoding="utf-8")
       arrays = stream.to_save(layout.stored(parts))
-      self._orbax.save(folder / reader.STATE, args=ocp.args.PyTreeSave(arrays))
+      self._orbax.save(folder / reader.STATE, args=reader.to_write(arrays))
     except (OSError, ValueError, RuntimeError) as e:
       shutil.rmtree(folder, ignore_errors=True)
       raise self._failure(step, e) from e

@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -24,6 +24,8 @@ STATE = "state"  # folder of the arrays
 EXTRA = "extra.json"  # what was saved beside them
 SET_ASIDE = ".damaged"
 WENT_BACK = "resume_step"  # beside the checkpoints: the step that the run went back to
+# Of a file of arrays at most. Orbax's 2 GB are written and hashed by one thread each.
+FILE_BYTES = 2**28
 MOST_TRIES = 8  # to read a newest checkpoint that a training deletes meanwhile
 
 
@@ -291,6 +293,11 @@ def handler(
       (jax.Array, arrays), (np.ndarray, ocp.type_handlers.NumpyHandler()), *others
     ),
   )
+
+
+def to_write(arrays: Mapping[str, Any]) -> ocp.args.PyTreeSave:
+  """What Orbax takes to write arrays by their names."""
+  return ocp.args.PyTreeSave(dict(arrays), ocdbt_target_data_file_size=FILE_BYTES)
 
 
 def process_0_decides(decide: Callable[[], int | None]) -> int | None:

@@ -55,6 +55,16 @@ def test_round_trip_is_bit_equal(tmp_path):
   assert body["leaves"]["keys"] == "key<rbg>[3]"
 
 
+def test_arrays_are_in_several_files_so_that_threads_hash_them(tmp_path, monkeypatch):
+  monkeypatch.setattr(reader, "FILE_BYTES", 2**20)
+  state = {f"w{n}": jax.random.normal(jax.random.key(n), (256, 256)) for n in range(16)}  # 4 MB
+  with CheckpointManager(tmp_path, CheckpointConfig()) as manager:
+    manager.save(1, state, {})
+    _, restored, _ = manager.restore_latest(state)
+  assert_same(restored, state)
+  assert data_file(tmp_path / "1").stat().st_size < 1.5 * 2**20
+
+
 def test_extra_is_what_it_was_when_saved(tmp_path):
   extra = {"rows": [1]}
   with CheckpointManager(tmp_path, CheckpointConfig()) as manager:
