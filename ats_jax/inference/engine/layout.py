@@ -5,7 +5,7 @@ Letters: B rows, T tokens, V vocab, D d_model, F outputs.
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -83,10 +83,8 @@ class Served(nnx.Module):
       decoder = jax.tree.map(lambda x: x, decoder)  # a copy
     dtype, layers = decoder.num.compute_dtype, list[Block]()
     for segment in decoder.segments:
-      for number in range(len(jax.tree.leaves(segment)[0])):
-        layers += _layers_at(list(segment.layers), number, dtype)
-      for leaf in () if keep else jax.tree.leaves(segment):
-        leaf.delete()
+      for places in _apart(list(segment.layers), keep=keep):
+        layers += _pack(places, dtype)
     self.layers = nnx.List(layers)
     self.head = nnx.Param(decoder.head_weights())
     decoder.segments = nnx.List([])
@@ -128,11 +126,31 @@ class Served(nnx.Module):
     return cap * jnp.tanh(logits_BV / cap) if cap else logits_BV
 
 
+def _apart(places: Sequence[Block], *, keep: bool) -> Iterator[list[Block]]:
+  """The layers of each turn of a segment.
+
+  Weights are taken apart one by one, and nothing here holds a turn that was taken: beside a model
+  there are the largest of its weights or two turns, never a second model.
+  """
+  leaves, structure = jax.tree.flatten(places)
+  apart = []
+  for leaf in leaves:
+    apart.append(list(reversed(_unstacked(leaf))))
+    if not keep:
+      leaf.delete()
+  while apart[0]:
+    yield structure.unflatten([of_leaf.pop() for of_leaf in apart])
+
+
+@jax.jit
+def _unstacked(leaf: jax.Array) -> list[jax.Array]:
+  return list(leaf)
+
+
 @functools.partial(jax.jit, static_argnames="dtype")
-def _layers_at(places: Sequence[Block], number: jax.Array | int, dtype: jnp.dtype) -> list[Block]:
-  """The packed layers of one turn of a segment: one program, where each operation would be one."""
-  apart = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, number, keepdims=False), places)
-  return [_packed(block, dtype) for block in apart]
+def _pack(places: Sequence[Block], dtype: jnp.dtype) -> list[Block]:
+  """Packed layers: one program, where each operation would be one."""
+  return [_packed(block, dtype) for block in places]
 
 
 def _packed(block: Block, dtype: jnp.dtype) -> Block:

@@ -12,6 +12,7 @@ from helpers import EVALUATION, pack
 from ats_jax.config.schema import SampleConfig
 from ats_jax.data.tokens.tokenizer import ByteTokenizer
 from ats_jax.inference import generator
+from ats_jax.inference.engine import layout
 from ats_jax.inference.engine.engine import Engine
 from ats_jax.inference.engine.request import Finished, Request, Sampling
 from ats_jax.inference.engine.runner import ModelRunner, Size, served
@@ -85,6 +86,24 @@ def test_a_single_key_value_head_is_packed_with_the_queries(mesh):
   cfg = canonical.config("dense", {"model.num_kv_heads": 1})
   attn = served(canonical.model(cfg), canonical.program(cfg)).layers[0].attn
   assert attn.q.weight.matrix.shape == ((4 + 1 + 1) * 8, 32) and attn.k.weight is None
+
+
+def test_packing_needs_no_second_copy_of_the_model(mesh, monkeypatch):
+  cfg = canonical.config("dense", {"model.num_layers": 12})
+  program, model = canonical.program(cfg), canonical.model(cfg)
+  names = lambda: {array.unsafe_buffer_pointer(): array.nbytes for array in jax.live_arrays()}
+  weights, before, seen = jax.tree.leaves(model), names(), []
+  pack_turn = layout._pack
+
+  def pack(*args):
+    packed = pack_turn(*args)
+    seen.append(sum(names().values()) - sum(before.values()))
+    return packed
+
+  monkeypatch.setattr(layout, "_pack", pack)
+  served(model, program)
+  assert len(seen) == 12 and all(weight.is_deleted() for weight in weights if weight.ndim > 2)
+  assert max(seen) < 0.25 * sum(weight.nbytes for weight in weights)
 
 
 def test_a_layer_that_tokens_skip_has_fewer_pages(mesh, caplog):
