@@ -54,11 +54,11 @@ class Changes:
   def times_usual(self, sums: jax.Array) -> np.ndarray:
     """Of each tensor, its change over its usual one, beside what moved all alike, as the rate does.
 
-    Waits for what `begin` gave. Zeros while nothing is usual, and of what usually stays.
+    Waits for what `begin` gave. Ones while nothing is usual, and of what usually stays.
     """
     now, last = np.asarray(sums, np.float64), self._last
     self._last = now
-    times = np.zeros(now.shape[1])
+    times = np.ones(now.shape[1])
     if last is None:
       return times
     moved = np.sqrt(np.mean(np.square(now - last), axis=0))

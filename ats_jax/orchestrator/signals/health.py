@@ -127,10 +127,21 @@ def grown_logits(logits: Sequence[float], usual: Sequence[float], since: int) ->
 
 
 def moved(times: Sequence[float], names: Sequence[str]) -> list[Cause]:
-  """Whether a tensor moved much farther than is usual for it (`Changes.times_usual`)."""
-  most, name = max(zip(times, names, strict=True), default=(0.0, ""))
-  says = f"{name} moved {most:.2g}x as far as usual since the last look, others did not"
-  return [Cause("change of a tensor", 1, says)] if most >= CHANGE_TIMES else []
+  """Whether a tensor moved much farther than it usually does, or not at all, unlike the others.
+
+  Args:
+    times: see `Changes.times_usual`.
+    names: of the tensors.
+  """
+  found = list(zip(times, names, strict=True))
+  far = max(found, default=(0.0, ""))
+  still = [name for time, name in found if time == 0.0]
+  says = []
+  if far[0] >= CHANGE_TIMES:
+    says.append(f"{far[1]} moved {far[0]:.2g}x as far as usual since the last look, others did not")
+  if 0 < 2 * len(still) < len(found):
+    says.append(f"{', '.join(still[:3])} did not move since the last look, others did")
+  return [Cause("change of a tensor", 1, text) for text in says]
 
 
 def risen(above: float) -> list[Cause]:

@@ -25,16 +25,20 @@ def walking(changes, rng, steps, looks):
 def test_a_tensor_is_compared_with_its_own_past_and_with_the_others():
   changes, rng, usual = Changes(), np.random.default_rng(0), np.array([1.0, 1e-3, 0.0, 0.1])
   changes.at = np.zeros((SUMS, 4))
-  assert not walking(changes, rng, usual, CHANGE_LOOKS + 1).any()  # nothing is usual yet
+  assert (walking(changes, rng, usual, CHANGE_LOOKS + 1) == 1.0).all()  # nothing is usual yet
   found = walking(changes, rng, usual, 2)
-  assert (found[:2] < 2.0).all() and found[2] == 0.0
+  assert (found[:2] < 2.0).all() and found[2] == 1.0
   found = walking(changes, rng, usual * [1.0, 20.0, 1.0, 1.0], 1)
   assert found[1] > CHANGE_TIMES > found[0]
   (cause,) = moved(found.tolist(), ["embed", "head", "frozen", "norm"])
   assert cause.says.startswith("head moved ")
+  found = walking(changes, rng, usual * [1.0, 1.0, 1.0, 0.0], 1)
+  (cause,) = moved(found.tolist(), ["embed", "head", "frozen", "norm"])
+  assert cause.says == "norm did not move since the last look, others did"
+  assert not moved(walking(changes, rng, 0.0 * usual, 1).tolist(), list("abcd"))  # no update was
   assert (walking(changes, rng, 20.0 * usual, 1) < CHANGE_TIMES).all()  # the rate rose
   changes.forget()
-  assert not walking(changes, rng, 1e6 * usual, 1).any()
+  assert (walking(changes, rng, 1e6 * usual, 1) == 1.0).all()
 
 
 def test_what_is_usual_survives_a_checkpoint():
@@ -48,7 +52,7 @@ def test_what_is_usual_survives_a_checkpoint():
   assert again.to_json() == changes.to_json()
   new = Changes()
   new.restore(Changes().to_json())
-  assert not new.times_usual(now).any()
+  assert (new.times_usual(now) == 1.0).all()
 
 
 def test_it_is_a_cause_of_health_with_the_tensors_name(mesh, tmp_path):
