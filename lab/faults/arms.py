@@ -29,10 +29,10 @@ class Arm(NamedTuple):
   supervised: bool = False  # whether the orchestrator's supervisor watches
 
 
-OURS = "ours"
+OURS, OBSERVING = "ours", "ours-observe"
 OWN = {  # `reflex` is the ablation: the guard inside the step, and nobody who watches
   OURS: Arm(How("act"), supervised=True),
-  "ours-observe": Arm(How("observe"), supervised=True),
+  OBSERVING: Arm(How("observe"), supervised=True),
   "reflex": Arm(How("act")),
 }
 ARMS = {

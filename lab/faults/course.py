@@ -119,7 +119,7 @@ class Course:
   ):
     self._bench, self._arm = bench, find(arm)
     self.loop = Loop(bench, self._arm.how, scenario, seed)
-    self.log, self.step = Log([], [], [], [], []), 0
+    self.log, self.step = Log([], [], [], [], [], []), 0
     self.names, self.is_over = (), False
     self.keeper = keeper(self.log)
     if begin is None:
@@ -232,6 +232,7 @@ def run(
     "actions": log.actions,
     "looks": len(log.looks),
     "findings": [[step, reason] for step, reason in log.looks if reason],
+    "causes": log.causes,
     "replayed": loop.made,
     "stops": log.stops,
     "fired": bool(left_out.any() or log.actions or log.stops or loop.made

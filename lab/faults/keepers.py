@@ -29,6 +29,7 @@ class Log(NamedTuple):
   left_out: list[bool]  # whether a guard of the host took it back
   actions: list[tuple[int, str, Any]]  # step, what, detail; docs/lab/faults.md
   looks: list[tuple[int, str]]  # of the supervisor: step, finding; "" without one
+  causes: list[tuple[int, str]]  # of worse health than usual: step, name
   stops: list[int]  # steps after which it went on from a checkpoint, or ended
 
   def fork(self) -> "Log":
@@ -108,6 +109,7 @@ class _Watched(_Keeper):
   def _note(self, look: hooks.Look) -> None:
     finding = look.judgement.finding
     self._log.looks.append((look.step, finding.reason if finding is not None else ""))
+    self._log.causes.extend((look.step, name) for name in look.health.names)
 
   def start(self, step: int, state: TrainState, saved: Any) -> None:
     self._supervisor.start(step, state, saved or {})

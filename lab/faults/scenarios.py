@@ -99,6 +99,12 @@ def repeated_text(draw: Draw, step: int, rows: Rows) -> Rows:
   return {name: np.broadcast_to(first[name][:, :1], x.shape).copy() for name, x in rows.items()}
 
 
+def same_rows(draw: Draw, step: int, rows: Rows) -> Rows:
+  """Each row four times in its batch: workers that draw from one seed."""
+  first = np.arange(rows["tokens"].shape[1]) // 4 * 4
+  return {name: x[:, first] for name, x in rows.items()}
+
+
 def token_offset(draw: Draw, step: int, rows: Rows) -> Rows:
   """Ids of a tokenizer with another number of special tokens."""
   shifted = lambda x: np.where(x < 256, (x + 3) % 256, x).astype(x.dtype)
@@ -313,12 +319,17 @@ SCENARIOS: dict[str, Scenario] = {
   "activation_flip": _miscomputed("activations", "flip", 30, every=10, part=0.0),
   "activation_shift": _miscomputed("activations", "shift", 1, part=0.25),
   "head_diverges": _miscomputed("updates", "scale", 100.0, math.inf, of=Role.HEAD),
+  "lost_gather": _miscomputed("weights", "scale", 0.0, math.inf, every=7),
+  "lost_gradient": _miscomputed("gradients", "scale", 0.0, math.inf, every=7),
+  "lost_updates": _miscomputed("updates", "scale", 0.0, math.inf, of="all"),
+  "lost_updates_one": _miscomputed("updates", "scale", 0.0, math.inf),
   "short_memory": _set("computation", b2=0.3, eps=1e-12),
   "garbage_burst": _bad_rows(garbage, 20),
   "garbage_rows": _bad_rows(garbage, share=0.1),
   "wrong_targets": _bad_rows(wrong_targets, 60),
   "wrong_targets_rows": _bad_rows(wrong_targets, share=0.25),
   "repeated_text": _bad_rows(repeated_text, 40),
+  "same_rows": _bad_rows(same_rows),
   "token_offset": _bad_rows(token_offset, share=0.25),
   "computed_x10_forever": _schedule(10.0),
   "computed_x30_forever": _schedule(30.0),
@@ -339,3 +350,5 @@ SCENARIOS: dict[str, Scenario] = {
   "accumulation": _changed(_in_two),
   "length_jump": _changed(_short, begins=0),
 }
+# Errors that go on until somebody sees them, by the causes of TrainCheck's (arXiv:2506.14813).
+SILENT = ("lost_gather", "lost_gradient", "lost_updates", "lost_updates_one", "same_rows")

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from lab.faults.arms import ARMS, OURS, OWN
+from lab.faults.arms import ARMS, OBSERVING, OURS, OWN
 from lab.faults.course import SPIKY
 from lab.faults.results import Record
 from lab.faults.scenarios import CLASSES, SCENARIOS
@@ -143,6 +143,8 @@ def tables(records: Sequence[Record]) -> str:
     _best(board, mendable),
     markdown(HEALTHY, [_healthy(board, arm) for arm in board.arms]),
   ]
+  if seen := _seen(board):
+    parts.append(markdown(SEEN, seen))
   if OURS in board.arms:
     is_long = min(r["steps"] for r in records) >= LONG
     claimed = THRESHOLDS_ON_GPU if is_long else THRESHOLDS
@@ -170,6 +172,26 @@ def _best(board: Board, mendable: Sequence[str]) -> str:
     rows.append([s, "yes" if s in mendable else "no", best, *costs])
   head = ["cost of a fault, nats", "can be mended", "best baseline", USUAL, "best", OURS]
   return markdown(head, rows)
+
+
+SEEN = ["what is observed", "seen, of runs", "steps from the onset, median", "first by"]
+
+
+def _seen(board: Board) -> list[list[str]]:
+  """When what an observer says of a fault is something that it does not say of the clean run."""
+  rows = []
+  said = lambda run: [(at, name) for at, name in run.get("causes", ()) if at > run["onset"]]
+  for scenario in board.faults:
+    runs, first = board.runs(OBSERVING, [scenario]), []
+    for run in runs:
+      clean = board.records.get((OBSERVING, CLEAN, run["seed"]), {}).get("causes", ())
+      usual = {name for _, name in clean}
+      first += [(at - run["onset"], name) for at, name in said(run) if name not in usual][:1]
+    if runs:
+      late = number(float(np.median([at for at, _ in first] or [np.nan])))
+      by = ", ".join(sorted({name for _, name in first}))
+      rows.append([scenario, f"{len(first)} of {len(runs)}", late, by or "-"])
+  return rows
 
 
 HEALTHY = ["healthy", "runs", "rollbacks", "runs with a lower rate", "steps left out", "stops",

@@ -27,7 +27,7 @@ class Told:
 
 def train(told, steps, broken=(), saved=None, first=0):
   """The marks that states have after each step, the log, and the keeper at the end."""
-  log = Log([], [], [], [], [])
+  log = Log([], [], [], [], [], [])
   with jax.set_mesh(canonical.mesh()):
     state = canonical.state(canonical.config("dense"))
     mark = lambda state, step: dataclasses.replace(

@@ -111,6 +111,23 @@ def test_the_tables():
   assert text.count("| met |") == len(THRESHOLDS)
 
 
+def test_what_is_said_of_the_clean_run_too_sees_no_fault():
+  watched = lambda scenario, seed, causes: record(
+    "ours-observe", scenario, seed, 2.0, onset=100, causes=causes
+  )
+  text = tables(
+    [
+      watched("clean", 0, [[150, "usual"]]),
+      watched("lost_updates", 0, [[90, "early"], [110, "usual"], [130, "still"], [140, "late"]]),
+      watched("lost_updates", 1, [[120, "usual"]]),
+      watched("lost_updates", 2, []),
+      watched("same_rows", 0, [[110, "usual"]]),
+    ]
+  )
+  assert "| lost_updates | 2 of 3 | 25.000 | still, usual |" in text.splitlines()
+  assert "| same_rows | 0 of 1 | - | - |" in text.splitlines()
+
+
 def test_long_runs_have_thresholds_of_their_own():
   away = [record("ours", "clean", seed, 2.0 - 0.02 * seed, looks=50) for seed in (0, 1)]
   long = [run | {"steps": 5_000} for run in [*runs(), *away]]

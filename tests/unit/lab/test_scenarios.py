@@ -56,7 +56,7 @@ def test_bad_rows_begin_at_the_onset_and_are_the_share_that_is_meant(name):
   draw, injected = injections(name)
   bad = np.array([(now.rows["targets"] != ROWS["targets"]).any(axis=(0, 2)) for now in injected])
   lasts = {"garbage_burst": 20, "wrong_targets": 60, "repeated_text": 40}.get(name, math.inf)
-  share = {"garbage_rows": 0.1}.get(name, 0.25) if lasts == math.inf else 1.0
+  share = {"garbage_rows": 0.1, "same_rows": 0.75}.get(name, 0.25) if lasts == math.inf else 1.0
   assert bad.any(axis=1).nonzero()[0].min() >= draw.onset
   assert not bad[draw.onset + min(lasts, STEPS) :].any()
   # A repeated row is in the batch that it is taken from.
