@@ -127,7 +127,7 @@ def grown_logits(logits: Sequence[float], usual: Sequence[float], since: int) ->
 
 
 def moved(times: Sequence[float], names: Sequence[str]) -> list[Cause]:
-  """Whether a tensor moved much farther than it usually does, or not at all, unlike the others.
+  """Whether a tensor moved much farther than it usually does, unlike the others, or stood still.
 
   Args:
     times: see `Changes.times_usual`.
@@ -139,8 +139,9 @@ def moved(times: Sequence[float], names: Sequence[str]) -> list[Cause]:
   says = []
   if far[0] >= CHANGE_TIMES:
     says.append(f"{far[1]} moved {far[0]:.2g}x as far as usual since the last look, others did not")
-  if 0 < 2 * len(still) < len(found):
-    says.append(f"{', '.join(still[:3])} did not move since the last look, others did")
+  if still:
+    more = f" and {len(still) - 3} more" if len(still) > 3 else ""
+    says.append(f"{', '.join(still[:3])}{more} did not move since the last look")
   return [Cause("change of a tensor", 1, text) for text in says]
 
 

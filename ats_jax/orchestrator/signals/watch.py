@@ -208,7 +208,8 @@ class Watch:
     if pending.sums is not None:
       times = self._changes.times_usual(pending.sums)
       metrics["orchestrator/tensor_change"] = float(np.max(times))
-      self._moved = moved(times.tolist(), self._tensors)
+      if reading.applied > 0.0:
+        self._moved = moved(times.tolist(), self._tensors)
     if self._experts is not None:
       reading = reading._replace(starved=self._experts.starved(jax.device_get(pending.loads)))
     self.laps = [*self.laps, pending.host][-REMEMBERED_LAPS:]
