@@ -85,9 +85,10 @@ class Candidate(NamedTuple):
   def mesh(self) -> str:
     """The mesh as text."""
     sizes = {name.removeprefix("mesh."): n for name, n in self.settings.items() if "mesh." in name}
-    zero = sizes.pop("zero")
+    zero, keeps = sizes.pop("zero"), sizes.pop("keep_gathered")
     axes = [f"{axis}={n}" for axis, n in sizes.items() if n > 1] or ["data=1"]
-    return ", ".join(axes) + (f", zero={zero}" if zero < 3 else "")
+    axes += [f"zero={zero}"] * (zero < 3) + ["keep_gathered"] * keeps
+    return ", ".join(axes)
 
 
 class FitResult(NamedTuple):
@@ -155,7 +156,7 @@ def with_settings(cfg: Config, settings: dict[str, Any]) -> Config:
 
 
 def meshes(cfg: Config, devices: int) -> Iterator[dict[str, Any]]:
-  """Yield every split of the devices over `data` and AXES, with stages of ZeRO and rounds."""
+  """Yield every split of the devices over `data` and AXES, with what trades memory for messages."""
   divisors = lambda most: [n for n in range(1, min(devices, most) + 1) if devices % n == 0]
   for sizes in itertools.product(*(divisors(axis.most(cfg)) for axis in AXES)):
     if devices % math.prod(sizes):
@@ -169,12 +170,13 @@ def meshes(cfg: Config, devices: int) -> Iterator[dict[str, Any]]:
     shards = math.prod(mesh[f"mesh.{axis}"] for axis in ZERO_AXES)
     for zero in ZERO_STAGES if shards > 1 else ZERO_STAGES[:1]:
       gathers = shards > 1 and mesh["mesh.stage"] == 1 and zero == 3
-      for name in ("keep_gathered", "copy_engines"):
-        if getattr(cfg.mesh, name):  # likewise
-          mesh[f"mesh.{name}"] = gathers
+      if cfg.mesh.copy_engines:  # likewise
+        mesh["mesh.copy_engines"] = gathers
       stages, layers = mesh["mesh.stage"], cfg.model.num_layers
-      for rounds in [n for n in ROUNDS if n == 1 or (stages > 1 and layers % (stages * n) == 0)]:
-        yield mesh | {"mesh.zero": zero, "mesh.stage_rounds": rounds}
+      rounds = [n for n in ROUNDS if n == 1 or (stages > 1 and layers % (stages * n) == 0)]
+      for number, keep in itertools.product(rounds, (False, True) if gathers else (False,)):
+        of_zero = {"mesh.zero": zero, "mesh.stage_rounds": number, "mesh.keep_gathered": keep}
+        yield mesh | of_zero
 
 
 def remats(mesh: dict[str, Any]) -> list[dict[str, Any]]:
@@ -266,7 +268,7 @@ class _Search:
     mesh = {name: n for name, n in least.settings.items() if name.startswith("mesh.")}
     shards = mesh["mesh.data"] * mesh["mesh.fsdp"] * mesh["mesh.expert"]
     most = self.cfg.data.batch_size // shards
-    settings = mesh | remats(mesh)[-1] | {"step.accum_steps": most}
+    settings = mesh | remats(mesh)[-1] | {"step.accum_steps": most, "mesh.keep_gathered": False}
     return Candidate(settings, self._seconds(settings))
 
   def others(self, looked_at: set[str]) -> tuple[list[Candidate], int]:
@@ -298,20 +300,19 @@ class _Search:
       return
     if stages == 1:  # more of them are slower
       numbers = numbers[:1]
-    tries = [self._possible(settings | {"step.accum_steps": n}) for n in numbers]
+    tries = [settings | {"step.accum_steps": n} for n in numbers]
+    if settings["mesh.keep_gathered"]:  # which a loop over layers refuses
+      tries = [s for s in tries if is_unrolled(with_settings(self.cfg, s), "gpu")]
+    if not tries:
+      return
     seconds, accum, settings = min((self._bound(s), s["step.accum_steps"], s) for s in tries)
     later = [settings[f"mesh.{axis.name}"] for axis in reversed(AXES)]
     of_stage = settings["step.remat_stages"]
     kept = STAGE_REMATS.index(of_stage) if of_stage in STAGE_REMATS else len(STAGE_REMATS)
     remat, zero = REMATS.index(settings["step.remat"]), ZERO_STAGES.index(settings["mesh.zero"])
-    ties = (remat, *later, zero, settings["mesh.stage_rounds"], kept)
+    rounds, keeps = settings["mesh.stage_rounds"], settings["mesh.keep_gathered"]
+    ties = (remat, *later, keeps, zero, rounds, kept)
     heapq.heappush(self.queue, _Entry(seconds, (accum, *ties), settings, is_bound=True))
-
-  def _possible(self, settings: dict[str, Any]) -> dict[str, Any]:
-    """`settings` without `mesh.keep_gathered` where layers run in a loop, which refuses it."""
-    if not settings.get("mesh.keep_gathered"):
-      return settings
-    return settings | {"mesh.keep_gathered": is_unrolled(with_settings(self.cfg, settings), "gpu")}
 
   def _check(self, cfg: Config) -> None:
     """Check that a mesh is possible.

@@ -71,10 +71,13 @@ def test_meshes_have_what_a_run_takes():
   assert every_mesh(sent, 4, "data", "stage", "compress_gradients") == {
     (1, 1, "none"), (1, 2, "none"), (1, 4, "none"), (2, 1, "fp8"), (2, 2, "none"), (4, 1, "fp8"),
   }  # fmt: skip
-  copied = {"mesh.fsdp": 2, "mesh.keep_gathered": True, "mesh.copy_engines": True}
+  copied = {"mesh.fsdp": 2, "mesh.copy_engines": True}
   names = ("keep_gathered", "copy_engines", "zero", "stage", *ZERO_AXES)
-  for kept, copies, zero, stage, *axes in every_mesh(copied, 2, *names):
-    assert kept == copies == (max(axes) == 2 and zero == 3 and stage == 1)
+  found = every_mesh(copied, 2, *names)
+  for kept, copies, zero, stage, *axes in found:
+    assert copies == (max(axes) == 2 and zero == 3 and stage == 1)
+    other = (not kept, copies, zero, stage, *axes)
+    assert (other in found) == copies  # weights that are gathered are kept, or are not
 
 
 def test_every_split_of_the_devices_is_a_mesh():
@@ -86,7 +89,7 @@ def test_every_split_of_the_devices_is_a_mesh():
 
 @pytest.mark.thorough
 def test_gathered_weights_are_kept_where_a_run_takes_it():
-  cfg = tiny_config(NARROW | {"model.num_layers": 3, "mesh.fsdp": 2, "mesh.keep_gathered": True})
+  cfg = tiny_config(NARROW | {"model.num_layers": 3, "mesh.fsdp": 2})
   tried = fit(cfg, 2, 1000, RATES).considered
   assert any(c.settings["mesh.keep_gathered"] for c in tried)
   for settings in (c.settings for c in tried):
@@ -154,7 +157,7 @@ def test_a_row_is_cut_where_there_is_one(monkeypatch):
   monkeypatch.setattr(fit_module, "REMATS", ("full",))
   one_row = {"data.batch_size": 1, "model.num_kv_heads": 1, "model.num_layers": 2}
   found = fit(tiny_config(DENSE | one_row), 2, 2**40, RATES)
-  assert found.pick is not None and found.pick.mesh == "context=2, zero=2"  # nothing is gathered
+  assert found.pick is not None and found.pick.mesh == "context=2, keep_gathered"
   assert {"data=2", "stage=2", "fsdp=2"} <= found.refused.keys()
   assert "step.accum_steps=2 does not divide data.batch_size=1" in found.refused["stage=2"]
 
