@@ -41,6 +41,7 @@ ARMS = {
   "adagc": Arm(How(clip=False, before=clips.adagc)),
   "zclip": Arm(How(before=clips.zclip)),
   "skip_step": Arm(guard=guards.SkipStep),
+  "repeat_step": Arm(guard=guards.RepeatStep),
   "rewind": Arm(guard=guards.Rewind),
   "ema_rollback": Arm(guard=guards.EmaRollback),
   "zscore_ladder": Arm(guard=guards.ZscoreLadder),

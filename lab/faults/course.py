@@ -91,6 +91,11 @@ class Loop:
     steps = range((saved or self.position())[POSITION]["row"] // size, end)
     return NextUpdates(self._again, functools.partial(self._batches, steps))
 
+  def repeat(self, state: TrainState) -> Made:
+    """Make the last update again; `state` is that before it, and is donated."""
+    rows = self.injection(self._next - 1).rows
+    return self._again(state, to_global(rows, jax.sharding.get_mesh()))
+
   def _again(self, state: TrainState, batch: Batch) -> Made:
     self.made += 1
     step = min(max(int(state.step), 0), self._bench.cfg.num_steps - 1)
@@ -139,7 +144,8 @@ class Course:
     # A schedule that is wrong is wrong for the host as well: nobody knows a right one.
     make = lambda: Supervisor(loop.program, bench.probe(domain), loop=loop, schedule=None)
     self.keeper.close()
-    self.keeper = keeper(self.log, self._arm.guard, look, make if self._arm.supervised else None)
+    made = make if self._arm.supervised else None
+    self.keeper = keeper(self.log, self._arm.guard, look, loop.repeat, made)
     self.keeper.start(self.step, self.state, self.checkpoint.kept)
 
   def _checkpoint(self, kept: Any) -> Checkpoint:

@@ -9,10 +9,12 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-# "skip" takes the step just observed back. "rollback" takes a state from 20 steps or a little more
-# ago, ("rollback", n) from at least n; the batches since then are lost. ("rate", factor) multiplies
-# the schedule's rate from the next step on, until another one.
-Decision = Literal["continue", "skip", "rollback"] | tuple[Literal["rate", "rollback"], float]
+# "skip" takes the step just observed back, "repeat" makes it again. "rollback" takes a state from
+# 20 steps or a little more ago, ("rollback", n) from at least n; the batches since then are lost.
+# ("rate", factor) multiplies the schedule's rate from the next step on, until another one.
+Decision = (
+  Literal["continue", "skip", "repeat", "rollback"] | tuple[Literal["rate", "rollback"], float]
+)
 IN_A_ROW, CALM = 3, 50  # rollbacks that did not help; steps after which the next is the first again
 LEFT_OUT = 10  # finite steps in a row, after which one is taken
 
@@ -110,6 +112,18 @@ class SkipStep(_Rule):
       is_off = bool(np.any(off > self.SIGMAS * seen.std(axis=0, ddof=1)))
     self._seen.append((loss, norm))
     return "skip" if self._may_leave_out(is_off) else "continue"
+
+
+class RepeatStep(SkipStep):
+  """Makes a step again where `SkipStep` would leave it out, and takes what comes of that.
+
+  What Altenbernd et al. (arXiv:2604.00726) do against computations that are wrong at times; by this
+  suite's rule for what stands out.
+  """
+
+  def decide(self) -> Decision:
+    """See `Guard`."""
+    return "repeat" if self._decision == "skip" else self._decision
 
 
 class Rewind(_Rule):

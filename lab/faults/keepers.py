@@ -42,6 +42,10 @@ def at_step(state: TrainState, step: int) -> TrainState:
   return dataclasses.replace(state, step=jnp.full_like(state.step, step))
 
 
+# Makes the last update again, from the state before it.
+Again = Callable[[TrainState], tuple[TrainState, StepMetrics]]
+
+
 class _Keeper:
   """Gets each step of a run and gives the state to go on with. This one does nothing."""
 
@@ -63,8 +67,8 @@ class _Keeper:
 
 
 class _Host(_Keeper):
-  def __init__(self, guard: Guard, look: Callable[[TrainState], float], log: Log):
-    self._guard, self._look, self._log = guard, look, log
+  def __init__(self, guard: Guard, look: Callable[[TrainState], float], again: Again, log: Log):
+    self._guard, self._look, self._again, self._log = guard, look, again, log
     self._copies: list[Snapshot] = []
     self._last: Any = None
 
@@ -86,6 +90,8 @@ class _Host(_Keeper):
     log.left_out.append(what == "skip")
     if what == "skip":
       return at_step(self._last, step)
+    if what == "repeat":
+      return self._again(self._last)[0]
     if what == "rollback":
       self._copies = [x for x in self._copies if x.step <= step - amount] or self._copies[:1]
       log.actions.append((step, "rollback", self._copies[-1].step))
@@ -140,9 +146,11 @@ def keeper(
   log: Log,
   guard: Callable[[], Guard] | None = None,
   look: Callable[[TrainState], float] = lambda state: math.nan,
+  again: Again | None = None,
   supervisor: Callable[[], Supervisor] | None = None,
 ) -> _Keeper:
   """Whoever watches, and notes in `log` what it does; `look` scores the probe for a guard."""
   if guard is not None:
-    return _Host(guard(), look, log)
+    assert again is not None
+    return _Host(guard(), look, again, log)
   return _Keeper() if supervisor is None else _Watched(supervisor(), log)

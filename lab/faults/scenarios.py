@@ -316,6 +316,7 @@ SCENARIOS: dict[str, Scenario] = {
   "matmul_scale": _miscomputed("weights", "scale", 16.0, part=0.5),
   "matmul_shift": _miscomputed("weights", "shift", 1, part=0.25),
   "stale_weights": _miscomputed("weights", "old", length=100, part=0.5, of="all"),
+  "matmul_flip": _miscomputed("weights", "flip", 30, every=10, part=0.0),
   "activation_flip": _miscomputed("activations", "flip", 30, every=10, part=0.0),
   "activation_shift": _miscomputed("activations", "shift", 1, part=0.25),
   "head_diverges": _miscomputed("updates", "scale", 100.0, math.inf, of=Role.HEAD),
@@ -350,5 +351,7 @@ SCENARIOS: dict[str, Scenario] = {
   "accumulation": _changed(_in_two),
   "length_jump": _changed(_short, begins=0),
 }
+# Bits of what a step computes with, at times (arXiv:2604.00726).
+FLIPS = ("gradient_flip", "matmul_flip", "activation_flip")
 # Errors that go on until somebody sees them, by the causes of TrainCheck's (arXiv:2506.14813).
 SILENT = ("lost_gather", "lost_gradient", "lost_updates", "lost_updates_one", "same_rows")

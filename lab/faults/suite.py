@@ -17,14 +17,14 @@ from lab.faults.arms import ARMS, OBSERVING
 from lab.faults.bench import Bench, Suite
 from lab.faults.course import prefixes, run
 from lab.faults.results import Key, Results
-from lab.faults.scenarios import SCENARIOS, SILENT
+from lab.faults.scenarios import FLIPS, SCENARIOS, SILENT
 
 TUNING_SEEDS, HELD_OUT_SEEDS = range(10), range(100, 110)
 SMOKE = ("nan_weight", "nan_gradient", "garbage_burst", "computed_x30_burst", "clean",
          "script_batch_10")  # fmt: skip
 LONG_FAULTS = ("scaled_matrix", "update_scale", "matmul_shift", "wrong_targets",
                "computed_x30_burst", "clean")  # fmt: skip
-LOUD = tuple(name for name in SCENARIOS if name not in SILENT)
+LOUD = tuple(name for name in SCENARIOS if name not in (*SILENT, "matmul_flip"))
 # 26M parameters for one GPU, watched as a run is that leaves the orchestrator's settings alone.
 ON_GPU = (
   ("model.num_layers", 8),
@@ -43,6 +43,9 @@ SUITES = {
   "smoke": Suite(("clip", "rewind", "ours"), SMOKE, (0,), (("num_steps", 200),)),
   "tune": Suite(tuple(ARMS), LOUD, tuple(TUNING_SEEDS)),
   "held_out": Suite(tuple(ARMS), LOUD, tuple(HELD_OUT_SEEDS)),
+  "flips": Suite(
+    ("clip", "skip_step", "repeat_step", "rewind", "ours"), ("clean", *FLIPS), (*range(100, 105),)
+  ),
   "silent": Suite((OBSERVING,), ("clean", *SILENT), (100, 101, 102)),
   "long_clean": Suite(
     ("clip", "ours"), ("clean",), (100, 101), (("num_steps", 20_000), *ON_GPU), splits=True

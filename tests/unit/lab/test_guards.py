@@ -36,7 +36,14 @@ def after_calm(kind, count=70, **series):
   return guard, count + 1
 
 
-ALL = (guards.SkipStep, guards.Rewind, guards.EmaRollback, guards.ZscoreLadder, guards.Restart)
+ALL = (
+  guards.SkipStep,
+  guards.RepeatStep,
+  guards.Rewind,
+  guards.EmaRollback,
+  guards.ZscoreLadder,
+  guards.Restart,
+)
 
 
 @pytest.mark.parametrize("kind", ALL)
@@ -80,6 +87,11 @@ def test_skip_step_is_not_poisoned_and_takes_a_step_in_the_end(bad):
   guard, step = after_calm(guards.SkipStep, 128)
   found = decisions(guard, [1e3 * 10**i for i in range(12)], start=step)
   assert found[: guards.LEFT_OUT + 1] == ["skip"] * guards.LEFT_OUT + ["continue"]
+
+
+def test_repeat_step_makes_again_what_skip_step_leaves_out():
+  guard, step = after_calm(guards.RepeatStep)
+  assert decisions(guard, [9.0, 2.0, NAN], start=step) == ["repeat", "continue", "repeat"]
 
 
 GOES_BACK = (guards.Rewind, guards.EmaRollback, guards.ZscoreLadder)

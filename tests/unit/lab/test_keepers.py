@@ -34,7 +34,12 @@ def train(told, steps, broken=(), saved=None, first=0):
       state, key=jax.random.key(step), step=jnp.int32(step)
     )
     number = lambda state: int(jax.random.key_data(state.key)[-1])
-    watching = keeper(log, lambda: Told(told), lambda state: float(number(state)))
+
+    def again(state):
+      made = mark(state, 1000 + int(state.step))
+      return dataclasses.replace(made, step=state.step + 1), None
+
+    watching = keeper(log, lambda: Told(told), lambda state: float(number(state)), again)
     state = mark(state, first)
     watching.start(first, state, saved)
     marks, rates = [], []
@@ -50,10 +55,11 @@ def train(told, steps, broken=(), saved=None, first=0):
 
 @pytest.mark.thorough
 def test_what_a_guard_decides_is_done():
-  told = {3: "skip", 15: ("rate", 0.5), 16: ("rate", 0.5), 20: ("rate", 1.0), 35: "rollback",
-          44: ("rollback", 1), 58: ("rollback", 100)}  # fmt: skip
+  told = {3: "skip", 5: "repeat", 15: ("rate", 0.5), 16: ("rate", 0.5), 20: ("rate", 1.0),
+          35: "rollback", 44: ("rollback", 1), 58: ("rollback", 100)}  # fmt: skip
   marks, rates, log, watching = train(told, 60, broken={40})
   assert marks[2] == 2 and marks[3] == 4
+  assert marks[4:6] == [1004, 6]  # from the state after step 4
   assert [i for i, out in enumerate(log.left_out, 1) if out] == [3]
   assert [i for i, rate in enumerate(rates, 1) if rate == 0.5] == [16, 17, 18, 19, 20]
   # The newest that is at least 20 old; of 40 there is none; the oldest.
