@@ -1,4 +1,10 @@
-"""Requests in, pieces of text out: the loop over a device, which is kept one step ahead."""
+"""Requests in, pieces of text out: the loop over a device, which is kept one step ahead.
+
+With a draft it is not (`schedule` says why). A search on the device in the ids of its rows would
+keep it ahead, but then no draft that needs the host, or another model, could take its place, and
+the host would have to plan pages for positions that it does not know. What is lost is the host's
+time for a step, about as much as it takes to plan and to read one.
+"""
 
 import collections
 import contextlib
@@ -7,7 +13,7 @@ from typing import Any, NamedTuple
 
 from ats_jax.data.tokens.tokenizer import StreamDecoder, Tokenizer
 from ats_jax.inference.engine.request import Finished, Request
-from ats_jax.inference.engine.schedule import Drawn, Runner, Scheduler, Tokens
+from ats_jax.inference.engine.schedule import Draft, Drawn, Runner, Scheduler, Tokens
 from ats_jax.inference.text import StopText
 
 
@@ -68,7 +74,14 @@ class Engine:
   cancelled. An error of the runner is not caught: the device is then not to be trusted.
   """
 
-  def __init__(self, runner: Runner, tokenizer: Tokenizer, *, share: bool = True):
+  def __init__(
+    self,
+    runner: Runner,
+    tokenizer: Tokenizer,
+    *,
+    share: bool = True,
+    draft: Draft | None = None,
+  ):
     """Begin with no request.
 
     Args:
@@ -76,9 +89,11 @@ class Engine:
       tokenizer: of the model.
       share: reuse pages with the beginning of a text that came before. Not for models whose layers
         skip tokens.
+      draft: guesses how texts go on. Right guesses save steps, and draws are as without: with the
+        same seed the same tokens, but for rounding. Not for models whose layers skip tokens.
     """
-    self._runner, self._tokenizer = runner, tokenizer
-    self._scheduler = Scheduler(runner, share=share)
+    self._runner, self._tokenizer, self._ahead = runner, tokenizer, draft is None
+    self._scheduler = Scheduler(runner, share=share, draft=draft)
     self._texts: dict[int, _Text] = {}
     self._handles: collections.deque[Any] = collections.deque()  # of steps in flight
     self._events: collections.deque[Event] = collections.deque()
@@ -132,20 +147,23 @@ class Engine:
         yield self._events.popleft()
 
   def _advance(self) -> None:
-    """Start a step, and wait for the one before."""
-    with self._whole():
-      step = self._scheduler.plan()
-      started = bool(step.chunks or step.decode)
-      if started:
-        self._handles.append(self._runner.run(step))
-    if started and len(self._handles) == 1:
+    """Start a step, and wait for the one before, or for this one if it is not kept ahead."""
+    started = False
+    if self._ahead or not self._handles:  # else a Ctrl-C came before it was read
+      with self._whole():
+        step = self._scheduler.plan()
+        started = bool(step.chunks or step.decode)
+        if started:
+          self._handles.append(self._runner.run(step))
+    if self._ahead and started and len(self._handles) == 1:
       return  # the device has nothing else to do: let it have the next step at once
     assert self._handles, "requests wait for nothing"
     tokens = self._runner.read(self._handles[0])
     with self._whole():
       self._handles.popleft()
       for drawn in self._scheduler.complete(tokens):
-        self._say(drawn, tokens)
+        if drawn.id in self._texts:  # else a token before it completed a stop
+          self._say(drawn, tokens)
 
   @contextlib.contextmanager
   def _whole(self) -> Iterator[None]:
@@ -173,13 +191,14 @@ class Engine:
         piece += text.finish()
         finished = Finished.STOP if text.stopped else finished
       del self._texts[drawn.id]
-    logprobs = self._logprobs(drawn.row, text.num_likeliest, tokens) if ids else ()
+    logprobs = self._logprobs(drawn, text.num_likeliest, tokens) if ids else ()
     self._events.append(Event(drawn.id, ids, piece, logprobs, finished))
 
   @staticmethod
-  def _logprobs(row: int, number: int, tokens: Tokens) -> tuple[Likeliest, ...]:
+  def _logprobs(drawn: Drawn, number: int, tokens: Tokens) -> tuple[Likeliest, ...]:
     if not number:
       return ()
-    ids, logprobs = tokens.likeliest[row, :number], tokens.likeliest_logprobs[row, :number]
+    at = drawn.row, drawn.place
+    ids, logprobs = tokens.likeliest[at][:number], tokens.likeliest_logprobs[at][:number]
     pairs = tuple(zip(map(int, ids), map(float, logprobs), strict=True))
-    return (Likeliest(float(tokens.logprobs[row]), pairs),)
+    return (Likeliest(float(tokens.logprobs[at]), pairs),)

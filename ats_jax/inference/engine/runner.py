@@ -4,6 +4,7 @@ Letters: B rows of a call, R rows of the engine, T tokens, W pages of a row, V v
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -54,6 +55,20 @@ class State(NamedTuple):
   counts_RV: jax.Array | None
 
 
+class _Part(NamedTuple):
+  """What one program of a step has drawn.
+
+  Attributes:
+    rows: which rows these are; the program may have had more.
+    drawn: of each row a token, or with `counts` several, in a dimension behind that of rows.
+    counts: int32, how many of these there are of each row; None = one.
+  """
+
+  rows: list[int]
+  drawn: Drawn
+  counts: jax.Array | None = None
+
+
 @dataclasses.dataclass(frozen=True)
 class Size:
   """How much the engine holds.
@@ -66,6 +81,8 @@ class Size:
     pages: pages in all; 0 = what there is memory for.
     narrow: "int8" or "fp8", in which pages are stored with a scale for each token and head;
       "" = in the compute dtype.
+    guess: guessed tokens of a row that are read in a step (`schedule.Draft.most`); 0 = there are
+      none.
   """
 
   context: int
@@ -74,6 +91,7 @@ class Size:
   chunk: int = 1024
   pages: int = 0
   narrow: str = ""
+  guess: int = 0
 
 
 def served(decoder: Decoder, program: Program, *, keep: bool = False) -> Served:
@@ -105,6 +123,11 @@ class ModelRunner:
     kernels = choose_generation(cfg, program.device, program.num.kernels)
     self._layers, self._kernels = model.layers, kernels
     self.skips = any(layer.depth is not None for layer in model.layers)
+    if size.guess and self.skips:
+      raise ValueError(
+        "speculate: layers of this model skip tokens (mod.routing), and a place that a wrong guess "
+        "took of a text's there is not given back. Use speculate=0."
+      )
     self.page_size, self.max_rows, self.chunk = size.page, size.rows, size.chunk
     self.max_pages_per_row = -(-size.context // size.page)
     self._slots = tuple(
@@ -145,7 +168,7 @@ class ModelRunner:
     # As a plain list: a module is taken apart in Python at each call, which takes milliseconds.
     leaves, structure = jax.tree.flatten(model)
     self._weights, stacked = _stacked(leaves)
-    of_model = _Model(structure, stacked, kernels, self._slots, self._own, rules)
+    of_model = Programs(structure, stacked, kernels, self._slots, self._own, rules)
     self._chunk_program = jax.jit(
       of_model.chunk, donate_argnames="state", static_argnames=("which", "whole")
     )
@@ -153,6 +176,13 @@ class ModelRunner:
       of_model.decode, donate_argnames=("state", "of_rows"), static_argnames="which"
     )
     self._score_program = jax.jit(of_model.score, donate_argnames="state", static_argnames="whole")
+    self._verify_program: Any = None
+    if size.guess:
+      from ats_jax.inference.engine.verify import verify  # here: few engines guess
+
+      self._verify_program = jax.jit(
+        functools.partial(verify, of_model), donate_argnames="state", static_argnames="which"
+      )
 
   def _empty(self) -> State:
     zeros = lambda number: tuple(
@@ -173,39 +203,49 @@ class ModelRunner:
     """Whether there is room for as many texts as long as these, in such pages."""
     context = self.max_pages_per_row * self.page_size
     enough = self.max_rows >= size.rows and context >= size.context
-    return enough and self._size.narrow == size.narrow
+    return enough and self._size.narrow == size.narrow and self._size.guess == size.guess
 
-  def run(self, step: Step) -> list[tuple[list[int], Drawn]]:
-    """Start a step; its handle has rows and what they drew, for each program that ran."""
+  def run(self, step: Step) -> list[_Part]:
+    """Start a step; its handle has what each program that ran has drawn."""
     if self._state.token_R.is_deleted():  # a Ctrl-C came between a program and its result
       self._state = self._empty()
     requests = [of.request for of in (*step.chunks, *step.decode)]
     if self._state.counts_RV is None and any(penalises(r.sampling) for r in requests):
       counts = jnp.zeros((self.max_rows + 1, self._vocab), jnp.int32)
       self._state = self._state._replace(counts_RV=counts)
-    results = [([c.row] if c.last else [], self._read_chunk(c)) for c in step.chunks]
+    results = [_Part([c.row] if c.last else [], self._read_chunk(c)) for c in step.chunks]
     if step.decode:
-      results.append(([row.row for row in step.decode], self._decode(step.decode)))
-    for _, drawn in results:
-      for array in drawn:
-        if array is not None:
-          array.copy_to_host_async()
+      rows, guessed = [row.row for row in step.decode], any(row.guess for row in step.decode)
+      results.append(
+        _Part(rows, *self._verify(step.decode))
+        if guessed
+        else _Part(rows, self._decode(step.decode))
+      )
+    for array in jax.tree.leaves([(drawn, counts) for _, drawn, counts in results]):
+      array.copy_to_host_async()
     return results
 
-  def read(self, handle: list[tuple[list[int], Drawn]]) -> Tokens:
+  def read(self, handle: list[_Part]) -> Tokens:
     """Wait for a step."""
-    asked = [d.likeliest_BN.shape[1] for _, d in handle if d.likeliest_BN is not None]
-    wide = max(asked, default=0)
+    asked = [d.likeliest_BN.shape[-1] for _, d, _ in handle if d.likeliest_BN is not None]
+    wide, shape = max(asked, default=0), (self.max_rows, 1 + self._size.guess)
     tokens = Tokens(
-      np.zeros(self.max_rows, np.int32),
-      np.zeros(self.max_rows, np.float32),
-      np.zeros((self.max_rows, wide), np.int32),
-      np.zeros((self.max_rows, wide), np.float32),
+      np.ones(self.max_rows, np.int32),
+      np.zeros(shape, np.int32),
+      np.zeros(shape, np.float32),
+      np.zeros((*shape, wide), np.int32),
+      np.zeros((*shape, wide), np.float32),
     )
-    for rows, drawn in handle:
-      for into, array in zip(tokens, drawn, strict=True):
+    for rows, drawn, counts in handle:
+      if counts is not None:
+        tokens.counts[rows] = np.asarray(counts)[: len(rows)]
+      for into, array in zip(tokens[1:], drawn, strict=True):
         if array is not None:
-          into[rows] = np.asarray(array)[: len(rows)]
+          of_rows = np.asarray(array)[: len(rows)]
+          if counts is None:  # one token of each
+            into[rows, 0] = of_rows
+          else:
+            into[rows] = of_rows
     return tokens
 
   def _read_chunk(self, chunk: Chunk) -> Drawn:
@@ -240,6 +280,28 @@ class ModelRunner:
 
   def _decode(self, rows: Sequence[Row]) -> Drawn:
     """Draw another token of each of some rows."""
+    of_rows, settings, which = self._of_rows(rows)
+    self._state, array, drawn = self._decode_program(
+      self._weights, self._state, self._on_device(of_rows), settings, self._allowed_V, which=which
+    )
+    following = of_rows.copy()  # the device may read the other one in place
+    following[: len(rows), 1] += 1
+    self._next = following, array
+    return drawn
+
+  def _verify(self, rows: Sequence[Row]) -> tuple[Drawn, jax.Array]:
+    """Draw more tokens of each of some rows, and say how many of each."""
+    of_rows, settings, which = self._of_rows(rows)
+    guess = np.full((len(of_rows), self._size.guess), -1, np.int32)
+    for number, row in enumerate(rows):
+      guess[number, : len(row.guess)] = row.guess
+    self._state, counts, drawn = self._verify_program(
+      self._weights, self._state, guess, of_rows, settings, self._allowed_V, which=which
+    )
+    return drawn, counts
+
+  def _of_rows(self, rows: Sequence[Row]) -> tuple[np.ndarray, Settings, Draw]:
+    """What programs for several rows take, filled up to a number for which one is compiled."""
     size = next((n for n in NUMBERS_OF_ROWS if n >= len(rows)), 1 << (len(rows) - 1).bit_length())
     spare = size - len(rows)
     most = max(len(row.pages) for row in rows)
@@ -248,14 +310,7 @@ class ModelRunner:
     of_rows[:, 0], of_rows[:, 2:] = self.max_rows, table
     of_rows[: len(rows), :2] = [row[:2] for row in rows]
     requests = [row.request for row in rows]
-    settings, which = self._of([*requests, *requests[:1] * spare])
-    self._state, array, drawn = self._decode_program(
-      self._weights, self._state, self._on_device(of_rows), settings, self._allowed_V, which=which
-    )
-    following = of_rows.copy()  # the device may read the other one in place
-    following[: len(rows), 1] += 1
-    self._next = following, array
-    return drawn
+    return of_rows, *self._of([*requests, *requests[:1] * spare])
 
   def _on_device(self, of_rows: np.ndarray) -> jax.Array:
     """The argument of `decode`: what its last call returned, if it is that.
@@ -341,8 +396,10 @@ def _stacked(leaves: Sequence[jax.Array]) -> tuple[list[jax.Array], list[list[in
   return [stack(of) for of in groups.values()], list(groups.values())
 
 
-class _Model(NamedTuple):
+class Programs(NamedTuple):
   """The functions that are compiled, with what is static in all of them.
+
+  `verify.verify` is another one.
 
   Attributes:
     structure: of `Served`, whose arrays are in the first argument.
@@ -408,7 +465,7 @@ class _Model(NamedTuple):
       counts_V = (before_V // 2 + counts_V // 2) * 2 + ((before_V | counts_V) & 1)
       state = state._replace(counts_RV=state.counts_RV.at[row].set(counts_V))
     view = View(table_BW, self.kernels, whole)
-    x_BTD, state = self._extend(model, state, ids_BT, index_BT, row_B, view)
+    x_BTD, state = self.extend(model, state, ids_BT, index_BT, row_B, view)
     x_BD = jax.lax.dynamic_index_in_dim(x_BTD, at, axis=1, keepdims=False)
     return _draw(model, state, x_BD, row_B, index_BT[:, at], settings, allowed_V, which, last)
 
@@ -439,7 +496,7 @@ class _Model(NamedTuple):
     row_B, index_B, table_BW = of_rows[:, 0], of_rows[:, 1], of_rows[:, 2:]
     model, view = self.model(weights), View(table_BW, self.kernels, whole=False)
     ids_B1, index_B1 = state.token_R[row_B][:, None], index_B[:, None]
-    x_BTD, state = self._extend(model, state, ids_B1, index_B1, row_B, view)
+    x_BTD, state = self.extend(model, state, ids_B1, index_B1, row_B, view)
     state, drawn = _draw(model, state, x_BTD[:, 0], row_B, index_B, settings, allowed_V, which, 1)
     return state, of_rows.at[:, 1].add(index_B >= 0), drawn
 
@@ -475,7 +532,7 @@ class _Model(NamedTuple):
     taken = tuple(None if t is None else t.at[row_B].mul(1 - first_B) for t in state.taken)
     view = View(table_BW, self.kernels, whole)
     state = state._replace(taken=taken)
-    x_BTD, state = self._extend(model, state, ids_BT, index_BT, row_B, view)
+    x_BTD, state = self.extend(model, state, ids_BT, index_BT, row_B, view)
 
     def some(x_ND, target_N):
       logits_NV = model.logits(x_ND)
@@ -489,7 +546,16 @@ class _Model(NamedTuple):
     scores = jax.lax.map(lambda of: some(*of), (split(x_ND), split(target_N)))
     return state, tuple(a.reshape(ids_BT.shape) for a in scores)
 
-  def _extend(self, model, state, ids_BT, index_BT, row_B, view):
+  def extend(
+    self,
+    model: Served,
+    state: State,
+    ids_BT: jax.Array,
+    index_BT: jax.Array,
+    row_B: jax.Array,
+    view: View,
+  ) -> tuple[jax.Array, State]:
+    """Run tokens of some rows: their final activations [B, T, d_model], and the state with them."""
     caches, of_layers = [], (model.layers, state.layers, state.taken, self.slots, self.own)
     for layer, arrays, taken, slots, own in zip(*of_layers, strict=True):
       of_rows = None if taken is None else taken[row_B]

@@ -5,13 +5,14 @@ oldest keeps its pages until it ends: when pages run out, the newest gives its o
 has written is computed again when there is room. That every request ends follows.
 
 The host plans a step before it knows what the step before has drawn. A text that turns out to have
-ended there has one more token in the planned step, which is dropped.
+ended there has one more token in the planned step, which is dropped. With a draft it does not: what
+follows can only be guessed from all tokens so far, and a guess decides which positions come next.
 """
 
 import collections
 import dataclasses
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -46,19 +47,21 @@ class Chunk(NamedTuple):
 
 
 class Row(NamedTuple):
-  """A row that draws one more token.
+  """A row that draws one more token, and perhaps others behind it.
 
   Attributes:
     row: of the device's state, which holds the token that it drew last.
     position: of that token.
     pages: of the row, in order; the last may be new.
     request: of the row.
+    guess: tokens that may follow. As long as they are those that are drawn, another one is.
   """
 
   row: int
   position: int
   pages: tuple[int, ...]
   request: Request
+  guess: tuple[int, ...] = ()
 
 
 class Step(NamedTuple):
@@ -72,13 +75,15 @@ class Tokens(NamedTuple):
   """What a step has drawn. Only rows that drew have values that mean something.
 
   Attributes:
-    ids: [rows] of tokens.
-    logprobs: [rows], natural logarithms of their probabilities.
-    likeliest: [rows, n] ids of the likeliest tokens, best first; n is at least what any request of
-      the step asks for.
-    likeliest_logprobs: [rows, n] theirs.
+    counts: [rows] how many tokens a row has drawn, which come first.
+    ids: [rows, tokens] the tokens.
+    logprobs: [rows, tokens], natural logarithms of their probabilities.
+    likeliest: [rows, tokens, n] ids of the likeliest tokens, best first; n is at least what any
+      request of the step asks for.
+    likeliest_logprobs: [rows, tokens, n] theirs.
   """
 
+  counts: np.ndarray
   ids: np.ndarray
   logprobs: np.ndarray
   likeliest: np.ndarray
@@ -108,6 +113,25 @@ class Runner(Protocol):
 
   def read(self, handle: Any) -> Tokens:
     """Wait for a step. After a Ctrl-C it is asked again for the same."""
+    ...
+
+
+class Draft(Protocol):
+  """What guesses how texts go on. A wrong guess costs time, and changes no text.
+
+  Attributes:
+    most: tokens of a guess at most.
+  """
+
+  most: int
+
+  def guess(self, texts: Mapping[int, Sequence[int]]) -> Mapping[int, Sequence[int]]:
+    """The ids that may follow texts; of some perhaps none.
+
+    Args:
+      texts: prompt and answer so far by request, of all that draw in the next step. What it keeps
+        of a request that is not among them, it may forget.
+    """
     ...
 
 
@@ -168,12 +192,14 @@ class Drawn(NamedTuple):
   Attributes:
     id: of the request.
     row: where it is in `Tokens`.
+    place: which token of the row it is there.
     token: None = it ended the text and is no part of it.
     finished: why it is the last; None = it is not.
   """
 
   id: int
   row: int
+  place: int
   token: int | None
   finished: Finished | None
 
@@ -181,14 +207,15 @@ class Drawn(NamedTuple):
 class Scheduler:
   """Rows, pages and the order of requests. Steps are planned by `plan` and read by `complete`."""
 
-  def __init__(self, runner: Runner, *, share: bool = True):
+  def __init__(self, runner: Runner, *, share: bool = True, draft: Draft | None = None):
     """Begin with no request.
 
     Args:
       runner: what there is to share out; it is not called.
       share: reuse pages with the beginning of a text that came before.
+      draft: guesses how texts go on; with it, each step must be read before the next is planned.
     """
-    self._shape, self._sharing = runner, share
+    self._shape, self._sharing, self._draft = runner, share, draft
     self._jobs: dict[int, _Job] = {}  # in order of arrival
     self._step = 0  # number of the last planned one
     self.abandon()
@@ -257,15 +284,19 @@ class Scheduler:
     """The next step; an empty one if only steps in flight, or nothing, can go on."""
     for job in self._running:
       self._register(job)
-    decode, starved = [], False
+    going, starved = list[_Job](), False
     for job in list(self._running):
       if not job.decodes:  # perhaps as it has just lost its row
         continue
       if job.planned < len(job.pages) * self._shape.page_size or self._grow(job):
-        assert job.row is not None
-        decode.append((job, Row(job.row, job.planned, job.pages, job.request)))
+        going.append(job)
       else:
         starved = True
+    guesses: Mapping[int, Sequence[int]] = {}
+    if self._draft:
+      assert not self._flight, "a guess goes on from what is known"
+      guesses = self._draft.guess({job.id: job.ids for job in going})
+    decode = [(job, self._row(job, guesses.get(job.id, ()))) for job in going]
     chunks = self._chunks(admit=not starved)
     if chunks or decode:
       self._note(chunks, decode)
@@ -278,7 +309,7 @@ class Scheduler:
     for job, row in self._flight.popleft():
       job.pending -= 1
       if not job.finished:
-        drawn.append(self._draw(job, row, int(tokens.ids[row])))
+        drawn += self._draw(job, row, tokens.ids[row, : tokens.counts[row]].tolist())
     limbo, self._limbo = self._limbo, []
     for last_step, pages in limbo:
       if last_step > read:
@@ -287,15 +318,33 @@ class Scheduler:
         self._pages.release(pages)
     return drawn
 
-  def _draw(self, job: _Job, row: int, token: int) -> Drawn:
-    if token in job.ends:
-      self.finish(job.id, Finished.END)
-      return Drawn(job.id, row, None, Finished.END)
-    job.ids.append(token)
-    if len(job.ids) - len(job.request.prompt) < job.request.sampling.max_tokens:
-      return Drawn(job.id, row, token, None)
-    self.finish(job.id, Finished.LENGTH)
-    return Drawn(job.id, row, token, Finished.LENGTH)
+  def _draw(self, job: _Job, row: int, tokens: list[int]) -> Iterator[Drawn]:
+    """Take what a row has drawn, up to the end of the text."""
+    job.planned += len(tokens) - 1  # those guesses were right, so what was written for them stays
+    for place, token in enumerate(tokens):
+      reason = Finished.END if token in job.ends else None
+      if not reason:
+        job.ids.append(token)
+        if len(job.ids) - len(job.request.prompt) == job.request.sampling.max_tokens:
+          reason = Finished.LENGTH
+      if reason:
+        self.finish(job.id, reason)
+      yield Drawn(job.id, row, place, None if reason is Finished.END else token, reason)
+      if reason:
+        return
+    if unused := job.pages[job.planned // self._shape.page_size + 1 :]:  # of wrong guesses
+      self._pages.release(unused)
+      job.pages = job.pages[: -len(unused)]
+
+  def _row(self, job: _Job, guess: Sequence[int]) -> Row:
+    """What a row does next. A guess gets pages that are left over, but none of another row."""
+    assert job.row is not None
+    size = self._shape.page_size
+    wanted = job.planned + 1 + min(len(guess), job.request.sampling.max_tokens - job.num_drawn - 1)
+    while len(job.pages) * size < wanted and self._pages.available > len(self._running):
+      job.pages += self._pages.take(1)
+    room = min(wanted, len(job.pages) * size) - job.planned - 1
+    return Row(job.row, job.planned, job.pages, job.request, tuple(guess[:room]))
 
   def _chunks(self, *, admit: bool) -> list[tuple[_Job, Chunk]]:
     """What is read in the next step: first of rows that have begun, then of requests that wait.

@@ -7,7 +7,7 @@ import re
 import hypothesis
 import hypothesis.strategies as st
 import pytest
-from fake_device import TOKENIZER, FakeDevice, alone
+from fake_device import TOKENIZER, FakeDevice, Foresight, alone
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from ats_jax.inference.engine.engine import Engine, Event
@@ -35,10 +35,11 @@ def joined(events):
 class World:
   """An engine in use, and what is expected of each request that has not ended."""
 
-  def __init__(self, **shape):
-    self.device = FakeDevice(**shape)
-    self.engine = Engine(self.device, TOKENIZER)
+  def __init__(self, *, guesses: bool):
+    self.device = FakeDevice()
     self.asked: dict[int, Request] = {}
+    self.draft = Foresight(self.asked) if guesses else None
+    self.engine = Engine(self.device, TOKENIZER, draft=self.draft)
     self.events: dict[int, list[Event]] = {}
     self.deadline: dict[int, int] = {}  # in steps of the device
     self.num_ended = 0
@@ -108,9 +109,11 @@ SAMPLING = st.fixed_dictionaries({
 
 
 class Machine(RuleBasedStateMachine):
+  guesses = False
+
   def __init__(self):
     super().__init__()
-    self.world = World()
+    self.world = World(guesses=self.guesses)
 
   @rule(beginning=st.integers(0, 3), length=st.integers(0, 10), sampling=SAMPLING)
   def submit(self, beginning, length, sampling):
@@ -137,9 +140,18 @@ TestEngine = Machine.TestCase
 TestEngine.settings = hypothesis.settings(max_examples=60, stateful_step_count=40)
 
 
+class GuessingMachine(Machine):
+  guesses = True
+
+
+TestEngineThatGuesses = GuessingMachine.TestCase
+TestEngineThatGuesses.settings = TestEngine.settings
+
+
 @pytest.mark.thorough
-def test_a_million_operations_end_every_request_with_its_own_text():
-  rng, world = random.Random(0), World()
+@pytest.mark.parametrize("guesses", [False, True])
+def test_a_million_operations_end_every_request_with_its_own_text(guesses):
+  rng, world = random.Random(0), World(guesses=guesses)
   for _ in range(1_000_000):
     kind = rng.random()
     if kind < 0.12 and len(world.asked) < 30:
@@ -168,6 +180,20 @@ def test_texts_are_the_same_alone_together_preempted_and_with_shared_pages():
   preempted, shared, roomy = tokens_read
   assert roomy == sum(len(r.prompt) for r in requests) < preempted
   assert shared < preempted
+
+
+def test_right_guesses_save_steps_and_wrong_ones_change_no_text():
+  requests = [
+    request("abcdefgh" + str(i % 2), seed=i, max_tokens=20, logprobs=i % 2) for i in range(8)
+  ]
+  expected, steps = [alone(r) for r in requests], []
+  for shape in ({}, {"num_pages": 90, "max_rows": 8}):
+    for draft in (None, Foresight(dict(enumerate(requests)))):
+      device = FakeDevice(**shape)
+      engine = Engine(device, TOKENIZER, draft=draft)
+      assert results(engine, requests) == expected
+      steps.append(device.num_steps)
+  assert steps[1] < 0.8 * steps[0] and steps[3] < 0.8 * steps[2]
 
 
 def test_a_prompt_that_came_before_is_read_from_its_last_page_on():
@@ -214,9 +240,12 @@ def test_characters_of_several_tokens_come_whole():
   assert [e.text for e in engine.events()] == ["", "\u00e9", "\ufffd"]
 
 
-def test_logprobs_are_of_their_own_row_and_as_many_as_asked():
-  engine = Engine(FakeDevice(), TOKENIZER)
-  asks = [engine.submit(request(seed=i, logprobs=n, max_tokens=3)) for i, n in enumerate((0, 1, 2))]
+@pytest.mark.parametrize("guesses", [False, True])
+def test_logprobs_are_of_their_own_row_and_as_many_as_asked(guesses):
+  requests = [request(seed=i, logprobs=n, max_tokens=9) for i, n in enumerate((0, 1, 2))]
+  draft = Foresight(dict(enumerate(requests))) if guesses else None
+  engine = Engine(FakeDevice(), TOKENIZER, draft=draft)
+  asks = [engine.submit(asked) for asked in requests]
   for event in engine.events():
     number = asks.index(event.id)
     assert len(event.logprobs) == (len(event.ids) if number else 0)

@@ -24,10 +24,10 @@ def submit(made, number, length, max_tokens=8):
 
 def drawn(ids=LETTER):
   """Tokens of a step: the same in each row, or as given by row."""
-  row_ids = np.full(8, LETTER)
+  row_ids = np.full((8, 1), LETTER)
   for row, token in ids.items() if isinstance(ids, dict) else ():
     row_ids[row] = token
-  return Tokens(row_ids, np.zeros(8), np.zeros((8, 0)), np.zeros((8, 0)))
+  return Tokens(np.ones(8, int), row_ids, np.zeros((8, 1)), *[np.zeros((8, 1, 0))] * 2)
 
 
 def chunks(step):
