@@ -17,6 +17,7 @@ from ats_jax.config.validate import check_given
 from ats_jax.data.chat.conversation import read_question
 from ats_jax.data.chat.tokenizer import prompt_of
 from ats_jax.inference.engine import engine
+from ats_jax.inference.engine.options import Options
 from ats_jax.inference.engine.request import Request, Sampling
 from ats_jax.inference.generator import prompt_ids
 from ats_jax.inference.load import ROWS, TrainedRun, load_run
@@ -160,6 +161,7 @@ class Engine:
     rows: int = ROWS,
     context: int = 0,
     pages: str = "",
+    speculate: int = 0,
   ):
     """Load a run.
 
@@ -171,14 +173,18 @@ class Engine:
         training's rows, and `sample.max_tokens` behind it.
       pages: "int8" or "fp8", in which keys and values are stored with a scale for each token and
         head; "" = in the compute dtype.
+      speculate: tokens at most that are guessed from what followed the same few before, and
+        verified in one step; 0 = none. Texts stay as they are, but for rounding. For answers that
+        repeat parts of their text, and few at once.
 
     Raises:
-      ValueError: for other pages, if there is no such run or checkpoint, or if its model writes no
-        text.
+      ValueError: for other pages or guesses, if there is no such run or checkpoint, if its model
+        writes no text, or if its layers skip tokens and `speculate` is not 0.
     """
+    options = Options(pages, speculate)
     with contextlib.ExitStack() as stack:
       stack.enter_context(cli.short_log())
-      loading = load_run(paths.parse(workdir), str(step), devices=1, pages=pages)
+      loading = load_run(paths.parse(workdir), str(step), devices=1, options=options)
       run = stack.enter_context(loading)
       self._opened: tuple[TrainedRun, engine.Engine] | None = run, run.engine(rows, context)
       self._stack = stack.pop_all()

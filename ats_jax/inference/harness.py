@@ -21,6 +21,7 @@ from lm_eval.api.task import Task  # pyright: ignore[reportMissingImports]
 from lm_eval.models.utils import normalize_gen_kwargs  # pyright: ignore[reportMissingImports]
 from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
 
+from ats_jax.inference.engine.options import Options
 from ats_jax.inference.engine.request import Request, Sampling
 from ats_jax.inference.engine.score import Text
 from ats_jax.inference.forward import logprobs_of
@@ -46,6 +47,7 @@ class RunLM(TemplateLM):
     step: str = "latest",
     compute_dtype: str = "",
     pages: str = "",
+    speculate: int = 0,
     batch_size: Any = None,
     max_batch_size: Any = None,
     device: Any = None,
@@ -56,7 +58,8 @@ class RunLM(TemplateLM):
       workdir: of the run.
       step: as of `load_run`.
       compute_dtype: likewise.
-      pages: likewise.
+      pages: as of `Options`.
+      speculate: likewise.
       batch_size: the harness passes it to every model; the engine makes its own batches.
       max_batch_size: likewise.
       device: likewise; jax chooses.
@@ -64,7 +67,8 @@ class RunLM(TemplateLM):
     super().__init__()
     del batch_size, max_batch_size, device
     self._stack = contextlib.ExitStack()
-    loading = load_run(paths.parse(workdir), str(step), compute_dtype, devices=1, pages=pages)
+    options = Options(pages, speculate)
+    loading = load_run(paths.parse(workdir), str(step), compute_dtype, 1, options)
     self._run = self._stack.enter_context(loading)
     self._compared = False
     self.max_length = self._run.program.cfg.data.seq_len

@@ -22,6 +22,7 @@ from ats_jax.config.schema.setting import Table
 from ats_jax.data.tokens.file import load_tokenizer
 from ats_jax.data.tokens.tokenizer import Tokenizer
 from ats_jax.extensions import losses
+from ats_jax.inference.engine.options import DEFAULT, Options
 from ats_jax.inference.generator import generate, prompt_ids
 from ats_jax.model.decoder import Decoder
 from ats_jax.model.layout import stacks
@@ -38,7 +39,6 @@ if TYPE_CHECKING:  # imported by runs on conversations
 
 
 ROWS = 64  # texts at once at most
-PAGES = ("", "int8", "fp8")  # "" = in the compute dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +52,7 @@ class TrainedRun:
     program: the compiled functions of its config.
     extra: JSON that was saved with the checkpoint.
     shares: others have its arrays too, so that what packs them leaves them as they are.
-    pages: in what the engine stores keys and values, as of `load_run`.
+    options: how the engine works.
   """
 
   step: int
@@ -61,7 +61,7 @@ class TrainedRun:
   program: Program
   extra: Mapping[str, Any]
   shares: bool = False
-  pages: str = ""
+  options: Options = DEFAULT
   # The packed model, and behind it the last runner with the engine that uses it.
   _packed: list[Any] = dataclasses.field(default_factory=list, repr=False)
 
@@ -105,13 +105,18 @@ class TrainedRun:
         training's rows, and `sample.max_tokens` behind it.
 
     Raises:
-      ValueError: if the run was loaded on several devices, or its model writes no text.
+      ValueError: if the run was loaded on several devices, its model writes no text, or guesses
+        (`options`) are not for it.
     """
     # Here: a training that draws a sample at its end needs none of it.
     from ats_jax.inference.engine.engine import Engine
 
-    runner = self._runner(rows, context)
-    engine = Engine(runner, self.tokenizer, share=not runner.skips)
+    runner, draft = self._runner(rows, context), None
+    if self.options.speculate:
+      from ats_jax.inference.engine.lookup import PromptLookup
+
+      draft = PromptLookup(self.options.speculate)
+    engine = Engine(runner, self.tokenizer, share=not runner.skips, draft=draft)
     self._packed.append((runner, weakref.ref(engine)))
     return engine
 
@@ -142,7 +147,8 @@ class TrainedRun:
         "Use load_run(..., devices=1)."
       )
     cfg, rules = self.program.cfg, self.program.rules(self.step)
-    size = Size(max(context, cfg.data.seq_len + cfg.sample.max_tokens), rows, narrow=self.pages)
+    context = max(context, cfg.data.seq_len + cfg.sample.max_tokens)
+    size = Size(context, rows, narrow=self.options.pages, guess=self.options.speculate)
     if not self._packed:
       if not self.model.predicts:
         raise ValueError("this model rates texts and writes none. `evaluate` takes it.")
@@ -252,7 +258,11 @@ def settings_of(checkpoints: Path, step: int | str, run: RunIdentity) -> dict[st
 
 @contextlib.contextmanager
 def load_run(
-  folder: Path, step: str = "latest", compute_dtype: str = "", devices: int = 0, pages: str = ""
+  folder: Path,
+  step: str = "latest",
+  compute_dtype: str = "",
+  devices: int = 0,
+  options: Options = DEFAULT,
 ) -> Iterator[TrainedRun]:
   """Restore the weights of a run; its mesh is set inside the context.
 
@@ -262,15 +272,12 @@ def load_run(
     compute_dtype: in place of that of the training, as `precision.compute_dtype`, without 8 bits;
       "" = as it was trained.
     devices: how many to use; 0 = all.
-    pages: "int8" or "fp8", in which the engine stores keys and values with a scale for each token
-      and head; "" = in the compute dtype.
+    options: how the engine works.
 
   Raises:
-    ValueError: for other pages, if there is no run, no such checkpoint, none that is intact, or one
+    ValueError: if there is no run, no such checkpoint, none that is intact, or one
       of another run.
   """
-  if pages not in PAGES:
-    raise ValueError(f"pages={pages!r}: expected 'int8', 'fp8', or '' for the compute dtype.")
   folder = Path(folder)
   chosen = int(step) if step.isdecimal() else step
   changes = settings_of(folder / workdir.CHECKPOINTS, chosen, workdir.load_identity(folder))
@@ -283,7 +290,7 @@ def load_run(
       # Another checkpoint than the newest of before: that is damaged, or there is a newer one.
       changes = made_with
       stack.close()
-    yield dataclasses.replace(run, pages=pages)
+    yield dataclasses.replace(run, options=options)
 
 
 def _restored(

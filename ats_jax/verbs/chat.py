@@ -126,7 +126,7 @@ def main(argv: list[str]) -> None:
   del argv
   folder = paths.parse(cli.require(_DRAWING.workdir.value, "workdir", "runs/chat"))
   loading = load_run(
-    folder, _DRAWING.step.value, _DRAWING.compute_dtype.value, devices=1, pages=_DRAWING.pages.value
+    folder, _DRAWING.step.value, _DRAWING.compute_dtype.value, 1, _DRAWING.engine.value
   )
   with loading as run:
     sampling = Sampling.of(run.sampling(**_DRAWING.given()), _DRAWING.seed.value)

@@ -215,17 +215,6 @@ def define_compute_dtype_flag(flag_values: flags.FlagValues) -> flags.FlagHolder
   )
 
 
-def define_pages_flag(flag_values: flags.FlagValues) -> flags.FlagHolder:
-  """Define `--pages`."""
-  return flags.DEFINE_enum(
-    "pages",
-    "",
-    ["", "int8", "fp8"],
-    "Keys and values in 8 bits, so that nearly twice the texts fit; by default as computed.",
-    flag_values=flag_values,
-  )
-
-
 def define_ignored_fields_flag(flag_values: flags.FlagValues) -> flags.FlagHolder:
   """Define `--ignore_fields`."""
   text = "Unknown fields of a folder's config.json that change nothing that its model computes."

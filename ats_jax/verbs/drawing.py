@@ -6,7 +6,34 @@ from absl import flags
 
 from ats_jax.config.schema import MAX_SEED
 from ats_jax.config.text import parse
+from ats_jax.inference.engine.options import PAGES, Options
 from ats_jax.verbs import cli
+
+
+class EngineFlag:
+  """`--engine`: how the engine works."""
+
+  def __init__(self, flag_values: flags.FlagValues):
+    """Define it."""
+    self._flag = flags.DEFINE_list(
+      "engine",
+      [],
+      f"pages={' or '.join(PAGES)}: keys and values in 8 bits, so that nearly twice the texts fit; "
+      "speculate=K: guess up to K tokens from what came before. Separated by a comma.",
+      flag_values=flag_values,
+    )
+
+  @property
+  def value(self) -> Options:
+    """What it says.
+
+    Raises:
+      ValueError: for what there is not.
+    """
+    try:
+      return Options.parse(self._flag.value)
+    except ValueError as e:
+      raise ValueError(f"--engine: {e}") from e
 
 
 class DrawingFlags:
@@ -17,7 +44,7 @@ class DrawingFlags:
     self.workdir = cli.define_workdir_flag(flag_values)
     self.step = cli.define_step_flag(flag_values)
     self.compute_dtype = cli.define_compute_dtype_flag(flag_values)
-    self.pages = cli.define_pages_flag(flag_values)
+    self.engine = EngineFlag(flag_values)
     self.seed = flags.DEFINE_integer(
       "seed",
       0,

@@ -13,6 +13,7 @@ YAML files or folders of these, whose metrics are printed instead, as TASK/METRI
 """
 
 import contextlib
+import dataclasses
 import json
 import pathlib
 import re
@@ -28,6 +29,7 @@ from ats_jax.data.batch import POSITION
 from ats_jax.data.sources import EvalSet, open_data, open_eval_sets
 from ats_jax.data.splits import open_split
 from ats_jax.data.text.source import MissingTextError
+from ats_jax.inference.engine.options import DEFAULT, Options
 from ats_jax.inference.load import load_run
 from ats_jax.store import paths
 from ats_jax.store.paths import Path
@@ -35,6 +37,7 @@ from ats_jax.train.evaluate import score_all
 from ats_jax.train.fields import sets_with_fields
 from ats_jax.verbs import cli
 from ats_jax.verbs.adapters import by_name, define_adapter_flag, each
+from ats_jax.verbs.drawing import EngineFlag
 
 NAME = re.compile("[a-z][a-z0-9_-]*=")
 FLAGS = flags.FlagValues()
@@ -42,7 +45,7 @@ _WORKDIR = cli.define_workdir_flag(FLAGS)
 _STEP = cli.define_step_flag(FLAGS)
 _COMPUTE_DTYPE = cli.define_compute_dtype_flag(FLAGS)
 _ADAPTER = define_adapter_flag(FLAGS)
-_PAGES = cli.define_pages_flag(FLAGS)
+_ENGINE = EngineFlag(FLAGS)
 _PATHS = flags.DEFINE_string(
   "paths",
   "",
@@ -137,7 +140,7 @@ def tasks_of_run(
   *,
   step: str = "latest",
   compute_dtype: str = "",
-  pages: str = "",
+  options: Options = DEFAULT,
   num_fewshot: int | None = None,
   limit: int | None = None,
 ) -> dict[str, float]:
@@ -152,7 +155,8 @@ def tasks_of_run(
     if (e.name or "").partition(".")[0] != "lm_eval":
       raise
     raise ValueError("--tasks needs lm-evaluation-harness: pip install 'ats_jax[lm_eval]'.") from e
-  with contextlib.closing(harness.RunLM(workdir, step, compute_dtype, pages)) as model:
+  of_engine = dataclasses.asdict(options)
+  with contextlib.closing(harness.RunLM(workdir, step, compute_dtype, **of_engine)) as model:
     return harness.evaluate_tasks(model, tasks, num_fewshot, limit)
 
 
@@ -170,12 +174,13 @@ def main(argv: list[str]) -> None:
     )
   if not _TASKS.value and (_NUM_FEWSHOT.value, _LIMIT.value) != (None, None):
     raise ValueError("--num_fewshot and --limit are of tasks: they need --tasks.")
-  if _PAGES.value and not _TASKS.value:
-    raise ValueError("--pages is of the engine, which does tasks: it needs --tasks.")
+  options = _ENGINE.value
+  if options != DEFAULT and not _TASKS.value:
+    raise ValueError("--engine is of what does tasks: it needs --tasks.")
   if _TASKS.value:
     metrics = tasks_of_run(
       workdir, _TASKS.value, step=_STEP.value, compute_dtype=_COMPUTE_DTYPE.value,
-      pages=_PAGES.value, num_fewshot=_NUM_FEWSHOT.value, limit=_LIMIT.value,
+      options=options, num_fewshot=_NUM_FEWSHOT.value, limit=_LIMIT.value,
     )  # fmt: skip
   else:
     folder, text = paths.parse(workdir), parse_paths(_PATHS.value)

@@ -19,6 +19,7 @@ from typing import Any
 from absl import flags
 
 from ats_jax.data.chat.conversation import Message
+from ats_jax.inference.engine.options import DEFAULT
 from ats_jax.inference.engine.request import Request, Sampling
 from ats_jax.inference.load import ROWS, TrainedRun, load_run
 from ats_jax.store import paths
@@ -49,13 +50,14 @@ def main(argv: list[str]) -> None:
     raise ValueError("--prompt and --prompts both say what to continue. Use one of them.")
   folder = paths.parse(cli.require(_DRAWING.workdir.value, "workdir", "runs/debug"))
   given, adapters = _DRAWING.given(), by_name(_ADAPTER.value)
-  pages = _DRAWING.pages.value
+  options = _DRAWING.engine.value
   if _PROMPTS.value is None:
-    answer, devices = _print_one, 1 if pages else 0  # several devices have no pages
+    answer, devices = _print_one, 0 if options == DEFAULT else 1  # of several, none has an engine
   else:
     prompts = read_prompts(paths.parse(_PROMPTS.value))
     answer, devices = functools.partial(_answer_all, prompts=prompts), 1
-  with load_run(folder, _DRAWING.step.value, _DRAWING.compute_dtype.value, devices, pages) as run:
+  dtype = _DRAWING.compute_dtype.value
+  with load_run(folder, _DRAWING.step.value, dtype, devices, options) as run:
     for name, one in each(run, folder, adapters):
       answer(one, given, name)
 

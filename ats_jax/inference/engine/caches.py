@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from ats_jax.config.schema import ModelConfig
+from ats_jax.inference.engine.options import PAGES
 from ats_jax.model.attention import Attention
 from ats_jax.model.block import Block
 from ats_jax.model.forward_pass import Pass
@@ -30,7 +31,7 @@ from ats_jax.ops.registry import Kernels
 from ats_jax.sharding.apply import island
 
 PAGE_AXES = (None, None)
-NARROW = {"int8": jnp.dtype(jnp.int8), "fp8": jnp.dtype(jnp.float8_e4m3fn)}
+NARROW = {name: jnp.dtype(dtype) for name, dtype in PAGES.items()}
 _OF_HEADS = ((*PAGE_AXES, "kv_heads", "head_dim"), (*PAGE_AXES, "kv_heads", None))
 _OF_LATENTS = ((*PAGE_AXES, "latent"), (*PAGE_AXES, None))
 

@@ -79,8 +79,7 @@ class Size:
     page: tokens of a page.
     chunk: tokens of prompts that are read in a step.
     pages: pages in all; 0 = what there is memory for.
-    narrow: "int8" or "fp8", in which pages are stored with a scale for each token and head;
-      "" = in the compute dtype.
+    narrow: in what pages are stored (`options.Options.pages`).
     guess: guessed tokens of a row that are read in a step (`schedule.Draft.most`); 0 = there are
       none.
   """
@@ -564,7 +563,9 @@ class Programs(NamedTuple):
       caches.append(LayerCache(pages_of(layer, arrays, seen, slots), of_rows))
     x_BTD, caches = model.extend(ids_BT, index_BT, caches, self.rules)
     taken = tuple(
-      None if before is None else before.at[row_B].set(reshard(cache.taken_B, None))
+      None
+      if before is None or cache.taken_B is None
+      else before.at[row_B].set(reshard(cache.taken_B, None))
       for before, cache in zip(state.taken, caches, strict=True)
     )
     return x_BTD, state._replace(layers=tuple(c.kv.arrays for c in caches), taken=taken)

@@ -12,6 +12,7 @@ from ats_jax.cluster import runtime
 from ats_jax.config import base_config, from_config_dict
 from ats_jax.config.tree import edited
 from ats_jax.inference import load
+from ats_jax.inference.engine.options import Options
 from ats_jax.inference.load import fit_devices, load_run
 from ats_jax.train.loop import train
 
@@ -128,3 +129,29 @@ def test_engines_of_a_run_do_not_share_what_they_keep(trained):
   wrong = pytest.raises(ValueError, match="runs on one device, and this run was loaded on")
   with load_run(trained) as run, wrong:
     run.engine(1)
+
+
+def test_guesses_change_no_text_and_are_loaded_when_asked_for(trained):
+  drawing = {"prompt": "seven seven seven", "max_tokens": 20}
+  texts = []
+  for options in (Options(), Options(speculate=3)):
+    with load_run(trained, devices=1, options=options) as run:
+      engine = run.engine(1)
+      assert (engine._runner._verify_program is not None) == (options.speculate > 0)
+      del engine
+      texts.append("".join(run.generate(4, **drawing)))
+  assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+  ("options", "message"),
+  [
+    ({"pages": "int4"}, "pages='int4': expected 'int8', 'fp8', or '' for the compute dtype"),
+    ({"speculate": -1}, "speculate=-1 is not a whole number from 0 to 16"),
+    ({"speculate": 17}, "speculate=17 is not"),
+    ({"speculate": True}, "speculate=True is not"),
+  ],
+)
+def test_engines_that_there_are_not_are_refused(options, message):
+  with pytest.raises(ValueError, match=message):
+    Options(**options)

@@ -1,0 +1,49 @@
+"""How the engine works, as far as users choose it; how a text is drawn is of each request."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Self
+
+PAGES = {"int8": "int8", "fp8": "float8_e4m3fn"}  # formats in 8 bits, and their dtypes
+MOST_GUESSED = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+  """Choices that change speed and memory.
+
+  Attributes:
+    pages: a format of `PAGES`, in which keys and values are stored with a scale for each token and
+      head; "" = in the compute dtype.
+    speculate: tokens at most that are guessed from what followed the same few before, and verified
+      in one step; 0 = none. Texts stay as they are, but for rounding.
+  """
+
+  pages: str = ""
+  speculate: int = 0
+
+  def __post_init__(self):
+    """Refuse what there is not."""
+    if self.pages not in ("", *PAGES):
+      known = ", ".join(map(repr, PAGES))
+      raise ValueError(f"pages={self.pages!r}: expected {known}, or '' for the compute dtype.")
+    number = self.speculate
+    if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number <= MOST_GUESSED:
+      raise ValueError(
+        f"speculate={number!r} is not a whole number from 0 to {MOST_GUESSED} (tokens to guess; "
+        "0 = none)."
+      )
+
+  @classmethod
+  def parse(cls, items: Sequence[str]) -> Self:
+    """What `NAME=VALUE` each say."""
+    given, names = {}, [field.name for field in dataclasses.fields(cls)]
+    for item in items:
+      name, _, value = item.partition("=")
+      if name not in names:
+        raise ValueError(f"{item!r}: expected {names[0]}=FORMAT or {names[1]}=TOKENS.")
+      given[name] = int(value) if name == "speculate" and value.isdecimal() else value
+    return cls(**given)
+
+
+DEFAULT = Options()
