@@ -21,11 +21,11 @@ def draw(ids, request: Request) -> int:
   return TOKENIZER.eos_id if number % 25 == 0 else ord("a") + number % NUM_LETTERS
 
 
-def alone(request: Request) -> tuple[list[int], str, Finished]:
+def alone(request: Request, window: int = 0) -> tuple[list[int], str, Finished]:
   """The tokens, the text and the end of a request that nobody shares the device with."""
   ids, sampling, reason = list(request.prompt), request.sampling, Finished.LENGTH
   while (number := len(ids) - len(request.prompt)) < sampling.max_tokens:
-    token = draw(ids, request)
+    token = draw(ids[-window:], request)
     if (token == TOKENIZER.eos_id and not sampling.ignore_end) or token in sampling.stop_ids:
       reason = Finished.END
       break
@@ -46,9 +46,9 @@ class Foresight:
 
   most = 3
 
-  def __init__(self, requests: Mapping[int, Request]):
+  def __init__(self, requests: Mapping[int, Request], window: int = 0):
     self.num_guessed = 0
-    self._requests = requests
+    self._requests, self._window = requests, window
 
   def guess(self, texts: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:
     found = {}
@@ -56,7 +56,7 @@ class Foresight:
       chance = zlib.crc32(np.asarray(ids, np.int32).tobytes(), 7)
       guess = []
       for _ in range(chance % (self.most + 1)):
-        guess.append(draw([*ids, *guess], self._requests[number]))
+        guess.append(draw([*ids, *guess][-self._window :], self._requests[number]))
       if guess and chance // 4 % 3 == 0:
         guess[chance // 12 % len(guess)] = 0
       self.num_guessed += len(guess)
@@ -74,12 +74,13 @@ class FakeDevice:
     num_read: tokens of their chunks.
   """
 
-  def __init__(self, page_size=4, num_pages=14, max_rows=4, max_pages_per_row=9, chunk=7):
+  def __init__(self, page_size=4, num_pages=14, max_rows=4, max_pages_per_row=9, chunk=7, window=0):
     self.page_size, self.num_pages, self.max_rows = page_size, num_pages, max_rows
     self.max_pages_per_row, self.chunk = max_pages_per_row, chunk
+    self.window = window
     self.interrupt = ""
     self.num_steps = self.num_read = 0
-    self._pages = np.full((num_pages, page_size), -1, np.int32)
+    self._pages = np.full((num_pages + 1, page_size), -1, np.int32)  # the last is none
     self._last = np.zeros(max_rows, np.int32)
     self._seen: list[list[int]] = [[] for _ in range(max_rows)]  # as penalties would count them
     self._owner: list[Request | None] = [None] * max_rows
@@ -125,9 +126,10 @@ class FakeDevice:
     known = [(request, page) for s in list(self._started)[lost:] for request, pages, *_ in spans(s)
              for page in pages]  # fmt: skip
     for request, pages, begin, end in spans(self._started[-1]):
-      assert len(pages) <= self.max_pages_per_row and len(set(pages)) == len(pages)
+      own = [page for page in pages if page != self.num_pages]
+      assert len(pages) <= self.max_pages_per_row and len(set(own)) == len(own)
       written = pages[begin // self.page_size : (end - 1) // self.page_size + 1]
-      assert len(written) * self.page_size >= end - begin
+      assert len(written) * self.page_size >= end - begin and self.num_pages not in written
       assert not [p for other, p in known if p in written and other is not request]
 
   def _do(self, step: Step) -> Tokens:
@@ -172,6 +174,6 @@ class FakeDevice:
       self._pages[page, position % self.page_size] = token
 
   def _draw(self, entry, length: int) -> int:
-    ids = self._pages[list(entry.pages)].ravel()[:length]
-    assert ids.tolist() == self._seen[entry.row]
+    ids = self._pages[list(entry.pages)].ravel()[:length][-self.window :]
+    assert ids.tolist() == self._seen[entry.row][-self.window :]
     return draw(ids, entry.request)

@@ -1,11 +1,12 @@
 """Pages of the cache: who uses which, and which hold the beginning of a text that may come again.
 
 Only full pages are shared, and a page that is full is never written again, so none is ever copied.
+A row whose layers all have a window gives back pages before it: in their place stands `Pages.none`.
 """
 
 import collections
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -25,6 +26,9 @@ class Pages:
   """A fixed number of pages. Each is free, in use by so many rows, or kept for its text.
 
   Kept pages are as available as free ones: the one that was used least recently is taken first.
+
+  Attributes:
+    none: stands where a row has no page any more.
   """
 
   def __init__(self, num_pages: int, *, share: bool = True):
@@ -34,6 +38,7 @@ class Pages:
       num_pages: how many there are.
       share: keep pages by their text. Not for models whose layers skip tokens.
     """
+    self.none = num_pages
     self._share = share
     self._users = [0] * num_pages
     self._free = list(range(num_pages))[::-1]
@@ -61,21 +66,27 @@ class Pages:
     self._users[page] = 1
     return page
 
-  def share(self, keys: Iterable[bytes]) -> tuple[int, ...]:
-    """The pages of the longest known beginning of a text, which now has one more user.
+  def share(self, keys: Sequence[bytes], seen: int | None = None) -> tuple[int, ...]:
+    """The pages of the longest known beginning of a text, which now have one more user.
 
     Args:
       keys: of its full pages, in order.
+      seen: how many of them a token behind them sees, the last ones: of the others nothing need be
+        known, and none is used; None = all.
     """
-    found = []
-    for key in keys:
-      page = self._page_of.get(key)
-      if page is None:
+    number = run = 0  # of pages in the beginning, and known ones in a row
+    for count, key in enumerate(keys, 1):
+      run = run + 1 if key in self._page_of else 0
+      if run == count or (seen is not None and run >= seen):
+        number = count
+      elif seen is None:
         break
+    unseen = max(0, number - seen) if seen is not None else 0
+    found = tuple(self._page_of[key] for key in keys[unseen:number])
+    for page in found:
       self._kept.pop(page, None)
       self._users[page] += 1
-      found.append(page)
-    return tuple(found)
+    return (self.none,) * unseen + found
 
   def register(self, page: int, key: bytes) -> None:
     """Make a page in use, full and for ever unchanged, known by its text."""
@@ -86,6 +97,8 @@ class Pages:
   def release(self, pages: Sequence[int]) -> None:
     """Take back the pages of a row, of which the last is the first to be taken again."""
     for page in reversed(pages):
+      if page == self.none:
+        continue
       assert self._users[page] > 0
       self._users[page] -= 1
       if self._users[page]:

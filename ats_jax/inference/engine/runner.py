@@ -107,6 +107,7 @@ class ModelRunner:
 
   Attributes:
     skips: whether layers skip tokens, so that what one text keeps is of no use to another.
+    window: as of `schedule.Runner`.
   """
 
   def __init__(
@@ -122,6 +123,8 @@ class ModelRunner:
     kernels = choose_generation(cfg, program.device, program.num.kernels)
     self._layers, self._kernels = model.layers, kernels
     self.skips = any(layer.depth is not None for layer in model.layers)
+    windows = [getattr(layer.attn, "window", None) or 0 for layer in model.layers]
+    self.window = max(windows) if all(windows) and not self.skips else 0
     if size.guess and self.skips:
       raise ValueError(
         "speculate: layers of this model skip tokens (mod.routing), and a place that a wrong guess "

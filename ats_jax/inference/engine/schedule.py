@@ -99,6 +99,8 @@ class Runner(Protocol):
     max_rows: rows at once.
     max_pages_per_row: pages of one row, so the context.
     chunk: known tokens of a step at most.
+    window: tokens that one sees in every layer, itself among them; 0 = in some layer it sees all
+      before it. Layers share the pages of a row, so one without a window keeps them for all.
   """
 
   page_size: int
@@ -106,6 +108,7 @@ class Runner(Protocol):
   max_rows: int
   max_pages_per_row: int
   chunk: int
+  window: int
 
   def run(self, step: Step) -> Any:
     """Start a step, and return at once with what `read` wants."""
@@ -284,6 +287,7 @@ class Scheduler:
     """The next step; an empty one if only steps in flight, or nothing, can go on."""
     for job in self._running:
       self._register(job)
+      self._forget(job)
     going, starved = list[_Job](), False
     for job in list(self._running):
       if not job.decodes:  # perhaps as it has just lost its row
@@ -398,7 +402,8 @@ class Scheduler:
       return False
     size = self._shape.page_size
     # One token at least is read: what follows is drawn from it.
-    shared = self._pages.share(self._keys(job, (len(job.ids) - 1) // size))
+    seen = -(-(self._shape.window - 1) // size) if self._shape.window else None
+    shared = self._pages.share(self._keys(job, (len(job.ids) - 1) // size), seen)
     missing = -(-len(job.ids) // size) - len(shared)
     # A page for each row that runs, or soon one would have to give all of its own back.
     enough = missing + len(self._running) <= self._pages.available
@@ -431,11 +436,28 @@ class Scheduler:
     self._register(job)
     self._running.remove(job)
     heapq.heappush(self._rows, job.row)
-    if job.last_step > self._step - len(self._flight):
-      self._limbo.append((job.last_step, job.pages))
-    else:
-      self._pages.release(job.pages)
+    self._let_go(job, job.pages)
     job.row, job.pages, job.planned, job.registered = None, (), 0, 0
+
+  def _let_go(self, job: _Job, pages: tuple[int, ...]) -> None:
+    """Take pages from a request; those that a step in flight may use, when that was read."""
+    if job.last_step > self._step - len(self._flight):
+      self._limbo.append((job.last_step, pages))
+    else:
+      self._pages.release(pages)
+
+  def _forget(self, job: _Job) -> None:
+    """Take pages from a request that its next token does not see, and so no later one.
+
+    They are known by their text, as others may still begin with it.
+    """
+    if not self._shape.window:
+      return
+    first_seen = job.planned - self._shape.window + 1
+    unseen = min(first_seen // self._shape.page_size, job.registered)
+    if unseen > 0 and job.pages[unseen - 1] != self._pages.none:
+      pages, job.pages = job.pages, (self._pages.none,) * unseen + job.pages[unseen:]
+      self._let_go(job, pages[:unseen])
 
   def _register(self, job: _Job) -> None:
     """Make pages known that planned steps have filled with tokens that are known."""

@@ -35,10 +35,10 @@ def joined(events):
 class World:
   """An engine in use, and what is expected of each request that has not ended."""
 
-  def __init__(self, *, guesses: bool):
-    self.device = FakeDevice()
+  def __init__(self, *, guesses: bool, window: int):
+    self.device = FakeDevice(window=window)
     self.asked: dict[int, Request] = {}
-    self.draft = Foresight(self.asked) if guesses else None
+    self.draft = Foresight(self.asked, window) if guesses else None
     self.engine = Engine(self.device, TOKENIZER, draft=self.draft)
     self.events: dict[int, list[Event]] = {}
     self.deadline: dict[int, int] = {}  # in steps of the device
@@ -82,7 +82,7 @@ class World:
     assert self.device.num_steps <= self.deadline[event.id]
     if not event.finished:
       return
-    ids, text, reason = alone(self.asked.pop(event.id))
+    ids, text, reason = alone(self.asked.pop(event.id), self.device.window)
     got_ids, got_text, got_reason = joined(events)
     if got_reason is Finished.CANCELLED:
       assert got_ids == ids[: len(got_ids)] and got_text == TOKENIZER.decode(got_ids)
@@ -109,11 +109,11 @@ SAMPLING = st.fixed_dictionaries({
 
 
 class Machine(RuleBasedStateMachine):
-  guesses = False
+  guesses, window = False, 0
 
   def __init__(self):
     super().__init__()
-    self.world = World(guesses=self.guesses)
+    self.world = World(guesses=self.guesses, window=self.window)
 
   @rule(beginning=st.integers(0, 3), length=st.integers(0, 10), sampling=SAMPLING)
   def submit(self, beginning, length, sampling):
@@ -148,10 +148,18 @@ TestEngineThatGuesses = GuessingMachine.TestCase
 TestEngineThatGuesses.settings = TestEngine.settings
 
 
+class WindowMachine(Machine):
+  window = 6
+
+
+TestEngineWithWindow = WindowMachine.TestCase
+TestEngineWithWindow.settings = TestEngine.settings
+
+
 @pytest.mark.thorough
-@pytest.mark.parametrize("guesses", [False, True])
-def test_a_million_operations_end_every_request_with_its_own_text(guesses):
-  rng, world = random.Random(0), World(guesses=guesses)
+@pytest.mark.parametrize(("guesses", "window"), [(False, 0), (True, 0), (True, 6)])
+def test_a_million_operations_end_every_request_with_its_own_text(guesses, window):
+  rng, world = random.Random(0), World(guesses=guesses, window=window)
   for _ in range(1_000_000):
     kind = rng.random()
     if kind < 0.12 and len(world.asked) < 30:

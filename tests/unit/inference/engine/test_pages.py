@@ -19,14 +19,18 @@ class Books:
     self.rows: list[tuple[int, ...]] = []
     self.content: dict[int, tuple[int, ...]] = {}
 
-  def begin(self, ids: tuple[int, ...]) -> None:
-    """A row with a text of full pages, as far as there are pages."""
+  def begin(self, ids: tuple[int, ...], seen: int | None = None) -> None:
+    """A row with a text of full pages, as far as there are pages, of which the last are seen."""
     ends = range(SIZE, len(ids) + 1, SIZE)
     keys, key = [], b""
     for end in ends:
       keys.append(key := chained(key, ids[end - SIZE : end]))
-    shared = self.pages.share(keys)
-    assert [self.content[page] for page in shared] == [ids[:end] for end in ends][: len(shared)]
+    shared = self.pages.share(keys, seen)
+    unseen = max(0, len(shared) - seen) if seen is not None else 0
+    assert shared[:unseen] == (self.pages.none,) * unseen
+    assert [self.content[page] for page in shared[unseen:]] == [
+      ids[:end] for end in ends[unseen : len(shared)]
+    ]
     missing = len(keys) - len(shared)
     if missing > self.pages.available:
       self.pages.release(shared)
@@ -34,7 +38,7 @@ class Books:
     new = self.pages.take(missing)
     assert not {page for row in self.rows for page in row} & set(new)
     row = shared + new
-    assert len(set(row)) == len(row)
+    assert len({*row[unseen:]}) == len(row) - unseen
     for i in range(len(shared), len(keys)):
       self.content[row[i]] = ids[: ends[i]]
       self.pages.register(row[i], keys[i])
@@ -44,8 +48,15 @@ class Books:
     """A row gives its pages back."""
     self.pages.release(self.rows.pop(number % len(self.rows)))
 
+  def forget(self, number: int) -> None:
+    """A row gives its first pages back, and goes on."""
+    row = self.rows[number % len(self.rows)]
+    half = len(row) // 2
+    self.rows[number % len(self.rows)] = (self.pages.none,) * half + row[half:]
+    self.pages.release(row[:half])
+
   def check(self) -> None:
-    used = {page for row in self.rows for page in row}
+    used = {page for row in self.rows for page in row} - {self.pages.none}
     assert self.pages.available == NUM_PAGES - len(used)
 
 
@@ -54,9 +65,14 @@ class Machine(RuleBasedStateMachine):
     super().__init__()
     self.books = Books()
 
-  @rule(ids=st.lists(st.integers(0, 1), max_size=10).map(tuple))
-  def begin(self, ids):
-    self.books.begin(ids)
+  @rule(ids=st.lists(st.integers(0, 1), max_size=10).map(tuple), seen=st.sampled_from([None, 0, 2]))
+  def begin(self, ids, seen):
+    self.books.begin(ids, seen)
+
+  @precondition(lambda self: self.books.rows)
+  @rule(number=st.integers(0, NUM_PAGES))
+  def forget(self, number):
+    self.books.forget(number)
 
   @precondition(lambda self: self.books.rows)
   @rule(number=st.integers(0, NUM_PAGES))

@@ -119,6 +119,29 @@ def test_a_layer_that_tokens_skip_has_fewer_pages(mesh, caplog):
   assert f"saves {(24 - 20) * 8 * token / 1e6:.3g} MB" in line
 
 
+def test_where_all_layers_have_a_window_a_long_text_keeps_few_pages(mesh):
+  cfg = canonical.config("window", LOUD | {"model.full_every": 0, "model.window": 12})
+  asked = Sampling(max_tokens=38, temperature=0.0, ignore_end=True)
+  requests = [Request(ids_of(text), asked) for text in PROMPTS[1:3]]
+  found, most = [], []
+  for keeps in (True, False):
+    engine = engine_of(cfg, dataclasses.replace(SIZE, page=4))
+    assert engine._runner.window == 12
+    if keeps:
+      engine._runner.window = 0
+    pages, run = engine._scheduler._pages, engine._runner.run
+    used = []
+    engine._runner.run = lambda step, run=run, pages=pages, used=used: (
+      used.append(engine._runner.num_pages - pages.available) or run(step)
+    )
+    found.append(answers(engine, requests))
+    most.append(max(used))
+  assert found[0] == found[1]
+  assert most == [10 + 16, 2 * 4]  # 12 tokens are in at most four pages of four
+  assert engine_of(canonical.config("window", LOUD))._runner.window == 0  # one layer sees all
+  assert engine_of(canonical.config("dense", LOUD))._runner.window == 0
+
+
 def test_twice_the_texts_fit_in_the_memory_of_pages_in_8_bits(mesh, monkeypatch):
   cfg = canonical.config(
     "dense", LOUD | {"model.head_dim": 64, "precision.compute_dtype": "bfloat16"}

@@ -96,6 +96,29 @@ def test_the_newest_gives_up_its_pages_and_comes_back_first_with_what_it_has():
   assert back.shared + back.ids == (*[11] * 4, *[LETTER] * (len(back.shared + back.ids) - 4))
 
 
+def test_pages_that_no_token_sees_any_more_are_given_back_and_known_while_nobody_takes_them():
+  made = scheduler([4], max_tokens=16, window=6, num_pages=9)
+  in_use = []
+  while made.busy:
+    step = made.plan()
+    in_use.append(9 - made._pages.available)
+    assert all(page != made._pages.none for row in step.decode for page in row.pages[-2:])
+    if len(made._flight) > 1 or not (step.chunks or step.decode):
+      made.complete(drawn())
+  # Six tokens of the window are in at most three pages of four.
+  assert max(in_use) == 3
+  made.submit(1, Request([10] * 4 + [LETTER] * 12, Sampling(max_tokens=1)), frozenset())
+  (chunk,) = made.plan().chunks
+  assert (chunk.start, chunk.pages[0]) == (12, made._pages.none)  # two pages suffice
+  made.complete(drawn())
+  made.submit(2, Request([99] * 30, Sampling(max_tokens=6)), frozenset())  # takes all pages
+  while made.busy:
+    made.plan()
+    made.complete(drawn())
+  made.submit(3, Request([10] * 4 + [LETTER] * 12, Sampling(max_tokens=1)), frozenset())
+  assert made.plan().chunks[0].start == 0
+
+
 def test_lowest_rows_first_and_a_cancelled_row_is_taken_by_the_next():
   made = scheduler([1, 1, 1], num_pages=14)
   assert [c[0] for c in chunks(made.plan())] == [0, 1, 2]
