@@ -129,11 +129,13 @@ def test_where_all_layers_have_a_window_a_long_text_keeps_few_pages(mesh):
     assert engine._runner.window == 12
     if keeps:
       engine._runner.window = 0
-    pages, run = engine._scheduler._pages, engine._runner.run
-    used = []
-    engine._runner.run = lambda step, run=run, pages=pages, used=used: (
-      used.append(engine._runner.num_pages - pages.available) or run(step)
-    )
+    runner, pages, run, used = engine._runner, engine._scheduler._pages, engine._runner.run, []
+
+    def counted(step, runner=runner, pages=pages, run=run, used=used):
+      used.append(runner.num_pages - pages.available)
+      return run(step)
+
+    engine._runner.run = counted
     found.append(answers(engine, requests))
     most.append(max(used))
   assert found[0] == found[1]

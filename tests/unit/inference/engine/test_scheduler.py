@@ -119,6 +119,40 @@ def test_pages_that_no_token_sees_any_more_are_given_back_and_known_while_nobody
   assert made.plan().chunks[0].start == 0
 
 
+class Guesses:
+  """A draft that guesses the same of every text."""
+
+  most = 6
+
+  def __init__(self, *ids):
+    self.ids = ids
+
+  def guess(self, texts):
+    return dict.fromkeys(texts, self.ids)
+
+
+def test_a_guess_takes_pages_that_are_left_over_and_gives_them_back_if_it_was_wrong():
+  made = Scheduler(FakeDevice(num_pages=4), draft=Guesses(*[LETTER] * 6))
+  submit(made, 0, 4, max_tokens=12)
+  made.plan()
+  made.complete(drawn())
+  (row,) = made.plan().decode
+  assert (row.position, len(row.pages), row.guess) == (4, 3, (LETTER,) * 6)
+  made.complete(drawn())  # one token: the guess was wrong
+  assert made._pages.available == 2
+  submit(made, 1, 4, max_tokens=3)
+  (row,) = (step := made.plan()).decode
+  assert (row.position, len(row.pages), row.guess) == (5, 3, (LETTER,) * 6)
+  assert not step.chunks  # there is no page to grow by
+  right = np.full((8, 7), LETTER)
+  (*_, last) = made.complete(
+    Tokens(np.full(8, 7), right, np.zeros((8, 7)), *[np.zeros((8, 7, 0))] * 2)
+  )
+  assert last.place == 6
+  (row,) = made.plan().decode
+  assert (row.position, row.guess) == (12, (LETTER,) * 2)  # of 12 tokens three are left
+
+
 def test_lowest_rows_first_and_a_cancelled_row_is_taken_by_the_next():
   made = scheduler([1, 1, 1], num_pages=14)
   assert [c[0] for c in chunks(made.plan())] == [0, 1, 2]
