@@ -1,18 +1,26 @@
-r"""Speed of the inference engine with random weights, one JSON line a case.
+r"""Speed of the inference engine, with random weights or those of a run, one JSON line a case.
 
 Cases: `one` continues one prompt of 256 tokens; `N` as many prompts of 1,024 tokens at once;
 `requests` is 256 requests of 1,000 tokens in and 256 out; `first` is 32 prompts of 1,000 tokens at
-once, and how long until the first token of each. Rates are of drawn tokens: while all texts are
-drawn, and from the first request to the last token. Prompts are distinct, of random bytes.
+once, and how long until the first token of each; `texts` continues one text after the other, with
+prompts from the beginnings of files (`--texts`). Rates are of drawn tokens: while all texts are
+drawn, and from the first request to the last token; `tokens_per_step` is how many a text has of a
+step that goes on with it. Other prompts are distinct, of random bytes. With `--speculate` each case
+runs without guesses and with them, and `same_texts` is the share of texts that are equal.
 Command: python -m lab.decode_speed --model=1.5b [--cases=one,64,requests,first] \
-  [--kernels=paged_attention=xla] [--pages=int8] [--tokens=256] [--layers=0]
+  [--kernels=paged_attention=xla] [--pages=int8] [--tokens=256] [--layers=0] [--speculate=4]
+  python -m lab.decode_speed --workdir=runs/debug --cases=texts --texts='docs/*.md' --speculate=4
 """
 
+import contextlib
+import glob
 import json
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -23,13 +31,21 @@ from ats_jax.config import Config, base_config
 from ats_jax.config.build import resolve
 from ats_jax.config.extend import build
 from ats_jax.config.tree import updated
-from ats_jax.data.tokens.tokenizer import ByteTokenizer
+from ats_jax.data.tokens.tokenizer import ByteTokenizer, Tokenizer
 from ats_jax.inference.engine.engine import Engine
+from ats_jax.inference.engine.layout import Served
+from ats_jax.inference.engine.lookup import PromptLookup
+from ats_jax.inference.engine.options import PAGES
 from ats_jax.inference.engine.request import Request, Sampling
 from ats_jax.inference.engine.runner import ModelRunner, Size, served
+from ats_jax.inference.engine.schedule import Step
+from ats_jax.inference.generator import prompt_ids
+from ats_jax.inference.load import load_run
 from ats_jax.metrics.profiler import kernel_table, kernel_times
+from ats_jax.model.forward_pass import Pass
 from ats_jax.sharding.mesh import make_mesh, on_mesh
-from ats_jax.step.program import make_program, new_base
+from ats_jax.step.program import Program, make_program, new_base
+from ats_jax.store import paths
 from lab.runs import llama_8b
 
 VOCAB = 128_256
@@ -49,7 +65,11 @@ _LAYERS = flags.DEFINE_integer("layers", 0, "In place of the model's; 0 = those.
 _KERNELS = flags.DEFINE_list("kernels", [], "OP=IMPLEMENTATION, as ops.kernels.")
 _CHUNK = flags.DEFINE_integer("chunk", 1024, "Tokens of prompts that are read in a step.")
 _PAGE = flags.DEFINE_integer("page", 64, "Tokens of a page.")
-_PAGES = flags.DEFINE_enum("pages", "", ["", "int8", "fp8"], "In what they are stored.")
+_PAGES = flags.DEFINE_enum("pages", "", ["", *PAGES], "In what they are stored.")
+_SPECULATE = flags.DEFINE_integer("speculate", 0, "Tokens to guess at most.", 0)
+_WORKDIR = flags.DEFINE_string("workdir", "", "Of a run, in place of a model.")
+_TEXTS = flags.DEFINE_string("texts", "", "Files of which --cases=texts continues beginnings.")
+_TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "Of the draws.", 0.0)
 _TRACE = flags.DEFINE_bool("trace", False, "Then print which kernels a run spends its time in.")
 _REPEATS = flags.DEFINE_integer("repeats", 3, "Of each case, after one that compiles.")
 
@@ -68,20 +88,29 @@ def config() -> Config:
   return build(updated(base_config().to_dict(), changed))
 
 
-def prompts(number: int, length: int) -> list[list[int]]:
-  """Distinct prompts."""
-  rng = np.random.default_rng(number * length)
-  return rng.integers(0, 256, (number, length)).tolist()
+class Counted(ModelRunner):
+  """A runner that counts how often a text goes on."""
+
+  num_rows = 0
+
+  def run(self, step: Step) -> Any:
+    """As of `ModelRunner`."""
+    self.num_rows += len(step.decode)
+    return super().run(step)
 
 
-def run(engine: Engine, requests: list[Request]) -> dict[str, float]:
-  """Rates of some requests that come at once."""
-  began = time.perf_counter()
-  jobs = {engine.submit(request): [] for request in requests}
+def run(
+  engine: Engine, runner: Counted, requests: list[Request]
+) -> tuple[dict[str, float], list[list[int]]]:
+  """Rates of some requests that come at once, and the tokens that were drawn."""
+  before, began = runner.num_rows, time.perf_counter()
+  numbers = [engine.submit(request) for request in requests]
+  jobs, ids = {number: [] for number in numbers}, {number: [] for number in numbers}
   for event in engine.events():
     assert not event.message, event.message
     if event.ids:
       jobs[event.id].append(time.perf_counter())
+      ids[event.id] += event.ids
   times = list(jobs.values())
   all_begun, one_ended = max(t[0] for t in times), min(t[-1] for t in times)
   drawn = [t for of in times for t in of]
@@ -89,64 +118,85 @@ def run(engine: Engine, requests: list[Request]) -> dict[str, float]:
   together = {}
   if one_ended > all_begun:  # else there is no time at which all texts are drawn
     together["while_all_draw"] = within / (one_ended - all_begun)
-  return together | {
+  rates = together | {
     "end_to_end": len(drawn) / (max(drawn) - began),
     "first_token_median": statistics.median(t[0] for t in times) - began,
+    "tokens_per_step": (len(drawn) - len(times)) / (runner.num_rows - before),
   }
+  return rates, list(ids.values())
 
 
-def case(name: str) -> tuple[int, int, int]:
-  """How many prompts of how many tokens, and how many are drawn."""
-  if name == "one":
-    return 1, _PROMPT.value or 256, _TOKENS.value
-  if name == "requests":
-    return 256, _PROMPT.value or 1000, _TOKENS.value
-  if name == "first":
-    return 32, _PROMPT.value or 1000, 4
-  return int(name), _PROMPT.value or 1024, _TOKENS.value
+def prompts(name: str, tokenizer: Tokenizer) -> tuple[list[list[int]], int]:
+  """Prompts of a case, and how many tokens are drawn of each."""
+  number, length, drawn = {
+    "one": (1, 256, _TOKENS.value),
+    "requests": (256, 1000, _TOKENS.value),
+    "first": (32, 1000, 4),
+    "texts": (0, 256, _TOKENS.value),
+  }.get(name) or (int(name), 1024, _TOKENS.value)
+  length = _PROMPT.value or length
+  if name == "texts":
+    files = sorted(glob.glob(_TEXTS.value, recursive=True))
+    texts = [prompt_ids(tokenizer, Path(path).read_text("utf-8")[: 20 * length]) for path in files]
+    return [ids[:length] for ids in texts if len(ids) >= length], drawn
+  rng = np.random.default_rng(number * length)
+  return rng.integers(0, 256, (number, length)).tolist(), drawn
+
+
+@contextlib.contextmanager
+def opened() -> Iterator[tuple[Served, Program, Tokenizer, Pass]]:
+  """The model, packed, and what belongs to it."""
+  if _WORKDIR.value:
+    with load_run(paths.parse(_WORKDIR.value), devices=1) as loaded:
+      program = loaded.program
+      yield served(loaded.model, program), program, loaded.tokenizer, program.rules(loaded.step)
+    return
+  cfg = config()
+  cfg = resolve(cfg, cfg.model.vocab_size)
+  with runtime.configured(cfg), on_mesh(cfg, make_mesh(cfg, jax.devices()[:1])):
+    program = make_program(cfg)
+    model = jax.jit(lambda key: new_base(cfg, program.num, key))(jax.random.key(0))
+    yield served(model, program), program, ByteTokenizer(), program.rules(1)
 
 
 def main(argv: list[str]) -> None:
   """Measure each case."""
   del argv
-  cfg = config()
-  cfg = resolve(cfg, cfg.model.vocab_size)
-  with runtime.configured(cfg), on_mesh(cfg, make_mesh(cfg, jax.devices()[:1])):
-    program = make_program(cfg)
-    cases = {name: case(name) for name in _CASES.value}
-    context = max(length + drawn for _, length, drawn in cases.values())
+  with opened() as (model, program, tokenizer, rules):
+    cases = {name: prompts(name, tokenizer) for name in _CASES.value}
     size = Size(
-      context,
-      max(number for number, *_ in cases.values()),
+      max(len(of[0]) + drawn for of, drawn in cases.values()),
+      max(len(of) for of, _ in cases.values()),
       page=_PAGE.value,
       chunk=_CHUNK.value,
       narrow=_PAGES.value,
+      guess=_SPECULATE.value,
     )
-    model = jax.jit(lambda key: new_base(cfg, program.num, key))(jax.random.key(0))
-    runner = ModelRunner(
-      served(model, program), program, ByteTokenizer(), program.rules(1), size
-    )  # fmt: skip
-    del model
-    for name, (number, length, drawn) in cases.items():
-      engine = Engine(runner, ByteTokenizer(), share=False)
-      sampling = Sampling(max_tokens=drawn, temperature=0.0, ignore_end=True)
-      requests = [Request(ids, sampling) for ids in prompts(number, length)]
-      began = time.perf_counter()
-      run(engine, requests)
-      compiled = time.perf_counter() - began
-      found = [run(engine, requests) for _ in range(_REPEATS.value)]
-      keys = [key for key in found[0] if all(key in f for f in found)]
-      row = {key: round(statistics.median(f[key] for f in found), 4) for key in keys}
-      facts = {"model": _MODEL.value, "case": name}
-      facts |= {"kernels": _KERNELS.value, "pages": _PAGES.value}
-      device = jax.devices()[0].device_kind
-      row |= {"first_run": round(compiled, 1), "device": device, "jax": jax.__version__}
-      print(json.dumps(facts | row), flush=True)
-      if _TRACE.value:
-        with tempfile.TemporaryDirectory() as folder:
-          with jax.profiler.trace(folder):
-            run(engine, requests)
-          print(kernel_table(kernel_times(Path(folder)), 30), flush=True)
+    runner = Counted(model, program, tokenizer, rules, size)
+    for name, (texts, drawn) in cases.items():
+      sampling = Sampling(max_tokens=drawn, temperature=_TEMPERATURE.value, ignore_end=True)
+      requests, plain = [Request(ids, sampling) for ids in texts], list[list[int]]()
+      for speculate in dict.fromkeys((0, _SPECULATE.value)):
+        draft = PromptLookup(speculate) if speculate else None
+        engine = Engine(runner, tokenizer, share=False, draft=draft)
+        began = time.perf_counter()
+        _, drawn_ids = run(engine, runner, requests)
+        facts = {"first_run": round(time.perf_counter() - began, 1)}
+        plain = plain or drawn_ids
+        same = sum(map(list.__eq__, plain, drawn_ids)) / len(plain)
+        found = [run(engine, runner, requests)[0] for _ in range(_REPEATS.value)]
+        keys = [key for key in found[0] if all(key in f for f in found)]
+        row = {key: round(statistics.median(f[key] for f in found), 4) for key in keys}
+        row |= {"speculate": speculate, "same_texts": round(same, 3)} if _SPECULATE.value else {}
+        row = {"model": _WORKDIR.value or _MODEL.value, "case": name} | row | facts
+        row |= {"kernels": _KERNELS.value, "pages": _PAGES.value}
+        row |= {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
+        print(json.dumps(row), flush=True)
+        if _TRACE.value:
+          with tempfile.TemporaryDirectory() as folder:
+            with jax.profiler.trace(folder):
+              run(engine, runner, requests)
+            print(kernel_table(kernel_times(Path(folder)), 30), flush=True)
 
 
 if __name__ == "__main__":
