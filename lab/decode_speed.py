@@ -6,7 +6,8 @@ once, and how long until the first token of each; `texts` continues one text aft
 prompts from the beginnings of files (`--texts`). Rates are of drawn tokens: while all texts are
 drawn, and from the first request to the last token; `tokens_per_step` is how many a text has of a
 step that goes on with it. Other prompts are distinct, of random bytes. With `--speculate` each case
-runs without guesses and with them, and `same_texts` is the share of texts that are equal.
+runs without guesses and with them; `same_texts` is the share of texts that are equal, and `as_read`
+the tokens per step of a model that would continue the files as they go on.
 Command: python -m lab.decode_speed --model=1.5b [--cases=one,64,requests,first] \
   [--kernels=paged_attention=xla] [--pages=int8] [--tokens=256] [--layers=0] [--speculate=4]
   python -m lab.decode_speed --workdir=runs/debug --cases=texts --texts='docs/*.md' --speculate=4
@@ -126,8 +127,8 @@ def run(
   return rates, list(ids.values())
 
 
-def prompts(name: str, tokenizer: Tokenizer) -> tuple[list[list[int]], int]:
-  """Prompts of a case, and how many tokens are drawn of each."""
+def prompts(name: str, tokenizer: Tokenizer) -> tuple[list[list[int]], int, list[list[int]]]:
+  """Prompts of a case, how many tokens are drawn of each, and how those from files go on."""
   number, length, drawn = {
     "one": (1, 256, _TOKENS.value),
     "requests": (256, 1000, _TOKENS.value),
@@ -137,10 +138,24 @@ def prompts(name: str, tokenizer: Tokenizer) -> tuple[list[list[int]], int]:
   length = _PROMPT.value or length
   if name == "texts":
     files = sorted(glob.glob(_TEXTS.value, recursive=True))
-    texts = [prompt_ids(tokenizer, Path(path).read_text("utf-8")[: 20 * length]) for path in files]
-    return [ids[:length] for ids in texts if len(ids) >= length], drawn
+    end = length + drawn
+    texts = [prompt_ids(tokenizer, Path(path).read_text("utf-8")[: 20 * end]) for path in files]
+    long = [ids for ids in texts if len(ids) >= end]
+    return [ids[:length] for ids in long], drawn, [ids[length:end] for ids in long]
   rng = np.random.default_rng(number * length)
-  return rng.integers(0, 256, (number, length)).tolist(), drawn
+  return rng.integers(0, 256, (number, length)).tolist(), drawn, []
+
+
+def as_read(draft: PromptLookup, texts: list[list[int]], rests: list[list[int]]) -> float:
+  """Tokens per step if texts go on with `rests`."""
+  steps = 0
+  for number, (text, rest) in enumerate(zip(texts, rests, strict=True)):
+    at = 1  # the prompt's step draws one
+    while at < len(rest):
+      guess = draft.guess({number: text + rest[:at]})[number][: len(rest) - at - 1]
+      wrong = (i for i, token in enumerate(guess) if token != rest[at + i])
+      at, steps = at + next(wrong, len(guess)) + 1, steps + 1
+  return (sum(map(len, rests)) - len(rests)) / steps
 
 
 @contextlib.contextmanager
@@ -165,15 +180,15 @@ def main(argv: list[str]) -> None:
   with opened() as (model, program, tokenizer, rules):
     cases = {name: prompts(name, tokenizer) for name in _CASES.value}
     size = Size(
-      max(len(of[0]) + drawn for of, drawn in cases.values()),
-      max(len(of) for of, _ in cases.values()),
+      max(len(of[0]) + drawn for of, drawn, _ in cases.values()),
+      max(len(of) for of, *_ in cases.values()),
       page=_PAGE.value,
       chunk=_CHUNK.value,
       narrow=_PAGES.value,
       guess=_SPECULATE.value,
     )
     runner = Counted(model, program, tokenizer, rules, size)
-    for name, (texts, drawn) in cases.items():
+    for name, (texts, drawn, rests) in cases.items():
       sampling = Sampling(max_tokens=drawn, temperature=_TEMPERATURE.value, ignore_end=True)
       requests, plain = [Request(ids, sampling) for ids in texts], list[list[int]]()
       for speculate in dict.fromkeys((0, _SPECULATE.value)):
@@ -188,6 +203,8 @@ def main(argv: list[str]) -> None:
         keys = [key for key in found[0] if all(key in f for f in found)]
         row = {key: round(statistics.median(f[key] for f in found), 4) for key in keys}
         row |= {"speculate": speculate, "same_texts": round(same, 3)} if _SPECULATE.value else {}
+        if draft and rests:
+          row["as_read"] = round(as_read(draft, texts, rests), 3)
         row = {"model": _WORKDIR.value or _MODEL.value, "case": name} | row | facts
         row |= {"kernels": _KERNELS.value, "pages": _PAGES.value}
         row |= {"device": jax.devices()[0].device_kind, "jax": jax.__version__}

@@ -264,8 +264,9 @@ class ModelRunner:
     # Tokens of a layer that skips some are at other slots than their positions.
     whole = chunk.first and chunk.start == 0 and not self.skips
     settings, which = self._of([chunk.request])
+    table = self._table([chunk.pages], len(chunk.pages), wide=self._reads != "xla")
     self._state, drawn = self._chunk_program(
-      self._weights, self._state, ids, index, self._table([chunk.pages], len(chunk.pages)),
+      self._weights, self._state, ids, index, table,
       np.array([chunk.row, len(chunk.ids) - 1, chunk.first, chunk.last], np.int32), settings,
       self._allowed_V, counts, which=which, whole=whole,
     )  # fmt: skip
@@ -282,7 +283,7 @@ class ModelRunner:
 
   def _decode(self, rows: Sequence[Row]) -> Drawn:
     """Draw another token of each of some rows."""
-    of_rows, settings, which = self._of_rows(rows)
+    of_rows, settings, which = self._of_rows(rows, wide=self._reads != "xla")
     self._state, array, drawn = self._decode_program(
       self._weights, self._state, self._on_device(of_rows), settings, self._allowed_V, which=which
     )
@@ -293,7 +294,7 @@ class ModelRunner:
 
   def _verify(self, rows: Sequence[Row]) -> tuple[Drawn, jax.Array]:
     """Draw more tokens of each of some rows, and say how many of each."""
-    of_rows, settings, which = self._of_rows(rows)
+    of_rows, settings, which = self._of_rows(rows, wide=False)
     guess = np.full((len(of_rows), self._size.guess), -1, np.int32)
     for number, row in enumerate(rows):
       guess[number, : len(row.guess)] = row.guess
@@ -302,12 +303,12 @@ class ModelRunner:
     )
     return drawn, counts
 
-  def _of_rows(self, rows: Sequence[Row]) -> tuple[np.ndarray, Settings, Draw]:
+  def _of_rows(self, rows: Sequence[Row], *, wide: bool) -> tuple[np.ndarray, Settings, Draw]:
     """What programs for several rows take, filled up to a number for which one is compiled."""
     size = next((n for n in NUMBERS_OF_ROWS if n >= len(rows)), 1 << (len(rows) - 1).bit_length())
     spare = size - len(rows)
     most = max(len(row.pages) for row in rows)
-    table = self._table([*(row.pages for row in rows), *[()] * spare], most)
+    table = self._table([*(row.pages for row in rows), *[()] * spare], most, wide=wide)
     of_rows = np.full((size, 2 + table.shape[1]), -1, np.int32)
     of_rows[:, 0], of_rows[:, 2:] = self.max_rows, table
     of_rows[: len(rows), :2] = [row[:2] for row in rows]
@@ -326,11 +327,14 @@ class ModelRunner:
         return array
     return jnp.asarray(of_rows)
 
-  def _table(self, of_rows: Sequence[tuple[int, ...]], most: int) -> np.ndarray:
-    """Pages of rows, as wide as a power of two, so that few programs are compiled."""
-    width = min(self.max_pages_per_row, 1 << (most - 1).bit_length())
-    if self._reads != "xla":  # reads what is filled alone
-      width = self.max_pages_per_row
+  def _table(self, of_rows: Sequence[tuple[int, ...]], most: int, *, wide: bool) -> np.ndarray:
+    """Pages of rows, as wide as a power of two, so that few programs are compiled.
+
+    Or with `wide` as wide as can be: for kernels, which read what is filled alone.
+    """
+    width = self.max_pages_per_row
+    if not wide:  # all of it is read
+      width = min(width, 1 << (most - 1).bit_length())
     table = np.full((len(of_rows), width), self.num_pages, np.int32)
     for row, pages in enumerate(of_rows):
       table[row, : len(pages)] = pages
@@ -352,15 +356,13 @@ class ModelRunner:
     index = np.full(shape, -1, np.int32)
     of_rows = np.zeros((shape[0], 2), np.int32)
     of_rows[:, 0] = self.max_rows
-    # Not as wide as for kernels of single tokens: here all of it is read.
-    most = max(len(part.pages) for part in parts)
-    width = min(self.max_pages_per_row, 1 << (most - 1).bit_length())
-    table = np.full((shape[0], width), self.num_pages, np.int32)
+    of_parts = [part.pages for part in parts] + [()] * (shape[0] - len(parts))
+    table = self._table(of_parts, max(map(len, of_parts)), wide=False)
     for row, part in enumerate(parts):
       length = len(part.ids)
       ids[row, :length], targets[row, :length] = part.ids, part.targets
       index[row, :length] = part.start + np.arange(length)
-      of_rows[row], table[row, : len(part.pages)] = (part.row, part.first), part.pages
+      of_rows[row] = part.row, part.first
     whole = all(part.start == 0 for part in parts) and not self.skips
     self._state, scores = self._score_program(
       self._weights, self._state, ids, index, targets, table, of_rows, whole=whole
