@@ -2,8 +2,8 @@
 
 With a draft it is not (`schedule` says why). A search on the device in the ids of its rows would
 keep it ahead, but then no draft that needs the host, or another model, could take its place, and
-the host would have to plan pages for positions that it does not know. What is lost is the host's
-time for a step, about as much as it takes to plan and to read one.
+the host would have to plan pages for positions that it does not know. The price is that the device
+waits for the host between two steps.
 """
 
 import collections

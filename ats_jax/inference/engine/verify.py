@@ -11,29 +11,25 @@ Keys and values of wrong tokens stay in their slots: a slot is written again bef
 Letters: B rows, K tokens of a guess, T = 1 + K tokens, W pages of a row, N = B * T, V vocab.
 """
 
-from typing import TYPE_CHECKING
-
 import jax
 import jax.numpy as jnp
 
 from ats_jax.inference.engine.caches import View
+from ats_jax.inference.engine.programs import Programs, State
 from ats_jax.inference.engine.sampling import Draw, Drawn, Settings, draw
-
-if TYPE_CHECKING:
-  from ats_jax.inference.engine.runner import Programs, State
 
 
 def verify(
-  of_model: "Programs",
+  of_model: Programs,
   weights: list[jax.Array],
-  state: "State",
+  state: State,
   guess_BK: jax.Array,
   of_rows: jax.Array,
   settings: Settings,
   allowed_V: jax.Array,
   *,
   which: Draw,
-) -> "tuple[State, jax.Array, Drawn]":
+) -> tuple[State, jax.Array, Drawn]:
   """Feed the last token of each row and a guess, and draw as many as are right and one more.
 
   Args:
