@@ -38,16 +38,11 @@ def alone(request: Request, window: int = 0) -> tuple[list[int], str, Finished]:
 
 
 class Foresight:
-  """A draft that knows how texts go on, and is wrong at some places (`schedule.Draft`).
-
-  Attributes:
-    num_guessed: tokens.
-  """
+  """A draft that knows how texts go on, and is wrong at some places (`schedule.Draft`)."""
 
   most = 3
 
   def __init__(self, requests: Mapping[int, Request], window: int = 0):
-    self.num_guessed = 0
     self._requests, self._window = requests, window
 
   def guess(self, texts: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:
@@ -59,7 +54,6 @@ class Foresight:
         guess.append(draw([*ids, *guess][-self._window :], self._requests[number]))
       if guess and chance // 4 % 3 == 0:
         guess[chance // 12 % len(guess)] = 0
-      self.num_guessed += len(guess)
       found[number] = guess
     return found
 

@@ -199,12 +199,11 @@ class ModelRunner:
       self._state = self._state._replace(counts_RV=counts)
     results = [_Part([c.row] if c.last else [], self._read_chunk(c)) for c in step.chunks]
     if step.decode:
-      rows, guessed = [row.row for row in step.decode], any(row.guess for row in step.decode)
-      results.append(
-        _Part(rows, *self._verify(step.decode))
-        if guessed
-        else _Part(rows, self._decode(step.decode))
-      )
+      rows = [row.row for row in step.decode]
+      if any(row.guess for row in step.decode):
+        results.append(_Part(rows, *self._verify(step.decode)))
+      else:
+        results.append(_Part(rows, self._decode(step.decode)))
     for array in jax.tree.leaves([(drawn, counts) for _, drawn, counts in results]):
       array.copy_to_host_async()
     return results
@@ -225,11 +224,8 @@ class ModelRunner:
         tokens.counts[rows] = np.asarray(counts)[: len(rows)]
       for into, array in zip(tokens[1:], drawn, strict=True):
         if array is not None:
-          of_rows = np.asarray(array)[: len(rows)]
-          if counts is None:  # one token of each
-            into[rows, 0] = of_rows
-          else:
-            into[rows] = of_rows
+          where = (rows, 0) if counts is None else rows
+          into[where] = np.asarray(array)[: len(rows)]
     return tokens
 
   def _read_chunk(self, chunk: Chunk) -> Drawn:

@@ -136,10 +136,11 @@ def test_lookup_continues_the_longest_run_that_came_before():
   draft = PromptLookup(4)
   text = [1, 2, 3, 4, 5, 6, 7, 9, 3, 4, 5]
   assert draft.guess({0: text}) == {0: [6, 7, 9, 3]}
-  text += [8, 1, 2, 3, 4, 5]  # five tokens came before, three of them later as well
-  assert draft.guess({0: text}) == {0: [6, 7, 9, 3]}
+  text += [8, 1, 2, 3, 4, 5]  # three tokens came twice before: the last time counts
+  assert draft.guess({0: text}) == {0: [8, 1, 2, 3]}
   text += [6]
   assert draft.guess({0: text, 1: [1, 2], 2: []}) == {0: [7, 9, 3, 4], 1: [], 2: []}
+  assert draft.guess({0: [*text, 1, 9]}) == {0: [3, 4, 5, 8]}  # one token suffices
   assert draft.guess({3: [7, 8, 7, 8, 7, 8]}) == {3: [7, 8, 7, 8]}  # goes on repeating itself
   assert list(draft._known) == [3]
 
