@@ -366,7 +366,7 @@ class Supervisor(Watcher, MetricWriter):
     if means is None:
       self._give_up(step, comparison, "the model has other rules by now")
       return state
-    ended = comparison.end(step, state, means)
+    ended = comparison.end(step, state, means, self._terms.left(self.policy))
     self._requests.tried = None
     compared = Compared(comparison.proposal, ended.waiting, ended.scores, ended.made)
     self.made_again += ended.made

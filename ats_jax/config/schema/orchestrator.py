@@ -48,8 +48,8 @@ class OrchestratorConfig:
   )
   compare_share: float = setting(
     0.25,
-    "no comparison begins once comparisons have made this share of num_steps in updates, which the "
-    "last one may exceed; 0 = nothing is compared, and only what is certain is mended",
+    "share of num_steps that comparisons may make in updates: what does not fit in the rest is not "
+    "compared; 0 = nothing is compared, and only what is certain is mended",
     low=0.0,
     high=1.0,
     resume="free",

@@ -97,9 +97,13 @@ class Terms(NamedTuple):
     peak = cfg.optimizer.learning_rate
     return cls(cfg.orchestrator, cfg.num_steps, warmup_steps(cfg), peak, capacity)
 
+  def left(self, policy: PolicyState) -> int:
+    """Updates that comparisons may still make."""
+    return int(self.cfg.compare_share * self.num_steps) - policy.made_again
+
   def may_compare(self, policy: PolicyState) -> bool:
-    """Whether comparisons have their share of the run's updates left."""
-    return self.compares and policy.made_again < self.cfg.compare_share * self.num_steps
+    """Whether there is all that a comparison needs, updates for an arm included."""
+    return self.compares and self.left(policy) >= SPAN_LOOKS * self.cfg.check_interval
 
 
 class Interval(NamedTuple):
@@ -228,7 +232,7 @@ def _decide_interval(
     if not wanted and request is not None and request.cause != "comparison":
       wanted = [(request.action, request.cause, request.reason)]
     if not wanted:
-      policy, proposal = _well(terms, policy, reading, request)
+      policy, proposal = _well(terms, policy, reading, request, step)
     if proposal is None and not wanted:
       proposal = triggers.unexplained(policy, reading, rises)
       finding = _suspicion(policy, proposal)
@@ -354,15 +358,12 @@ def _recover(policy: PolicyState) -> list[Wanted]:
 
 
 def _well(
-  terms: Terms, policy: PolicyState, reading: Reading, request: Request | None
+  terms: Terms, policy: PolicyState, reading: Reading, request: Request | None, step: int
 ) -> tuple[PolicyState, Proposal | None]:
   """What may be tried in a run that is well."""
-  if policy.start is not None and reading.step >= _first_steps(terms):
-    proposal = triggers.too_fast(policy, reading)
-    if proposal is None or policy.acted_step:  # what changed the state since would be lost
-      policy = policy._replace(start=None)
-    elif reading.step * policy.start[1] >= FIRST_TURNOVERS:
-      return policy._replace(start=None), proposal
+  policy, proposal = _judge_start(terms, policy, reading, step)
+  if proposal is not None:
+    return policy, proposal
   if request is not None:
     return policy, triggers.asked_for(request.action)
   if (proposal := triggers.dead_expert(policy, reading)) is not None:
@@ -370,6 +371,22 @@ def _well(
   if terms.cfg.raise_learning_rate and "" in policy.history:
     return policy, triggers.higher_rate(policy, reading, terms.peak)
   return policy, None
+
+
+def _judge_start(
+  terms: Terms, policy: PolicyState, reading: Reading, step: int
+) -> tuple[PolicyState, Proposal | None]:
+  """Whether the first rate is too high; once, when that shows or can be mended no later."""
+  if policy.start is None:
+    return policy, None
+  left, is_over = terms.left(policy), reading.step >= _first_steps(terms)
+  proposal = triggers.too_fast(policy, policy.start[1])
+  if policy.acted_step or step > left:  # what changed the state since would be lost
+    is_over, proposal = True, None
+  elif proposal is not None:
+    shows = step * policy.start[1] >= FIRST_TURNOVERS
+    is_over = reading.step >= terms.warmup and (shows or step + terms.cfg.check_interval > left)
+  return (policy._replace(start=None), proposal) if is_over else (policy, None)
 
 
 def _first_steps(terms: Terms) -> int:

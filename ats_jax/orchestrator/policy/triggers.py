@@ -120,19 +120,19 @@ def _slower(policy: PolicyState, reading: Reading) -> SetLearningRateScale | Non
   return SetLearningRateScale(scale, before) if scale < before else None
 
 
-def too_fast(policy: PolicyState, reading: Reading) -> Proposal | None:
+def too_fast(policy: PolicyState, turnover: float) -> Proposal | None:
   """The first steps moved the weights by far more than is usual: again, at a lower rate.
 
   There is no earlier state to compare with, and the harm is done when the held-out loss shows it.
-  A lower rate may be behind for now, the more surely the faster the weights turned over.
+  A lower rate may be behind for now, the more surely the faster the weights turned over. Both have
+  made all steps by then, so there is nothing to wait for.
   """
-  assert policy.start is not None, "the start is judged once"
-  _, turnover = policy.start
   if turnover <= FAST_TURNOVER:
     return None
   least = -BEHIND * (turnover / FAST_TURNOVER) ** 2
   actions = Repeat(from_start=True), _as_usual(policy, turnover)
-  return Proposal(START, _turns(turnover), (Arm(actions, "first rate", least, None),))
+  arm = Arm(actions, "first rate", least, None)
+  return Proposal(START, _turns(turnover), (arm,), at_once=True)
 
 
 def rose_too_far(policy: PolicyState, reading: Reading) -> Proposal | None:

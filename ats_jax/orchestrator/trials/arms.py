@@ -56,7 +56,7 @@ class Proposal(NamedTuple):
     domains: of the held-out text, whose mean counts; () = all of it.
     mended: domain -> loss at or below which nothing is wrong any more: once an arm is there,
       waiting included, no other can win. Empty = there is no such level.
-    at_once: it ends where it begins, as the run cannot go on.
+    at_once: it ends where it begins: the run cannot go on, or has made the steps to be compared.
   """
 
   trigger: str

@@ -109,8 +109,11 @@ class Comparison:
     self.first, self.proposal, self.metrics = step, proposal, list[StepMetrics]()
     self._here, self._held, self._made = Snapshot.take(step, state, saved), held, 0
 
-  def end(self, step: int, state: TrainState, means: Means) -> Ended:
-    """Make the other arms up to `step`, and return the best state in place of `state`. Waits."""
+  def end(self, step: int, state: TrainState, means: Means, most: int) -> Ended:
+    """Make the other arms up to `step`, and return the best state in place of `state`. Waits.
+
+    No arm is made that takes more than is left of `most` updates.
+    """
     seen = self._seen_batches(means)
     waiting = best = _score(means, state.model, self.metrics, seen)
     if is_mended(self.proposal, waiting):
@@ -119,7 +122,7 @@ class Comparison:
     losses: tuple[float, ...] = ()
     for arm in self.proposal.arms:
       used = means.wide if _widens(arm) and means.wide is not None else means
-      made = self._make(arm, step, used)
+      made = self._make(arm, step, used, most - self._made)
       if isinstance(made, str):
         scores.append(made)
         continue
@@ -147,12 +150,17 @@ class Comparison:
       return None  # the same steps would not be the same
     return getattr(means, first.begins)
 
-  def _make(self, arm: Arm, end: int, means: Means) -> tuple[TrainState, list[StepMetrics]] | str:
+  def _make(
+    self, arm: Arm, end: int, means: Means, most: int
+  ) -> tuple[TrainState, list[StepMetrics]] | str:
     """Where an arm ends, and the metrics of its steps; or why it was not made."""
     origin = self._origin(arm, means)
     if origin is None:
       return "there is no state to begin with"
     replays, is_check = arm.actions[0].replays, arm.mends
+    begin = origin if replays else self._here
+    if end - begin.step > most:
+      return f"orchestrator.compare_share leaves {most:,} of its {end - begin.step:,} updates"
     state = origin.resume()
     if origin is not self._here and not is_check:
       control, rate = self._here.some(lambda s: (s.control, s.reflex.rate))
@@ -164,7 +172,6 @@ class Comparison:
     except SurgeryError as error:  # it has become impossible since it was proposed
       return str(error)
     made = list[StepMetrics]()
-    begin = origin if replays else self._here
     updates = means.ahead(json.loads(begin.saved))
     train_step = updates.wide_step if _widens(arm) else updates.train_step
     if train_step is None:

@@ -190,6 +190,29 @@ def test_it_compares_only_where_there_is_memory_for_it(program, monkeypatch, cop
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("fits", [Repeat, Rollback, None])
+def test_arms_that_do_not_fit_in_the_share_are_not_made(program, tmp_path, fits):
+  age = 4 * EVERY  # at most, of the steps that are made again
+  updates = {Repeat: SPAN + age, Rollback: SPAN, None: SPAN - 1}[fits]
+  share = (updates + 0.5) / CFG.num_steps
+  cfg = dataclasses.replace(
+    CFG, orchestrator=dataclasses.replace(CFG.orchestrator, compare_share=share)
+  )
+  run = Run(dataclasses.replace(program, cfg=cfg), tmp_path / "decisions.jsonl", cfg=CFG)(FAULT)
+  run(4, happen=WRONG)
+  run(EVERY * 12 - 4)
+  made = [decision.action for _, decision in run.end()]
+  rows = run.lines("comparison")
+  assert run.supervisor.made_again == sum(row["made"] for row in rows) <= updates
+  assert bool(rows) == (fits is not None) and replays(run)
+  if fits is Repeat:
+    assert made == [Repeat()]
+  elif fits is Rollback:
+    assert "orchestrator.compare_share leaves 16 of its" in rows[0]["scores"][0]
+    assert rows[0]["made"] == SPAN and made == [Rollback()]
+
+
+@pytest.mark.thorough
 def test_first_steps_that_turn_the_weights_over_are_made_again_more_slowly(
   program, monkeypatch, tmp_path
 ):
@@ -205,7 +228,8 @@ def test_first_steps_that_turn_the_weights_over_are_made_again_more_slowly(
   run.supervisor.close()
   (_, again), (step, slower) = run.supervisor.decisions
   assert again.action == Repeat(from_start=True)
-  assert run.lines("comparison")[0]["made"] == step
+  (row,) = run.lines("comparison")
+  assert row["made"] == row["first"] == step  # nothing is waited for
   assert run.state.control.lr_scale == np.float32(slower.action.scale) < 1.0
   assert float(run.state.control.decay_scale) == 2.0 and replays(run)
   # No state of the steps that lost is gone back to.

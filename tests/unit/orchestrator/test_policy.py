@@ -8,6 +8,7 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 from readings import (
+  ACT,
   BAD_DATA,
   BAD_STATE,
   EDITED,
@@ -108,6 +109,25 @@ def test_damage_that_does_less_harm_than_going_back_stays(looks):
     judgement = looks(**UNEQUAL_COPIES)
     assert judgement.finding is not None and judgement.proposal is None
   assert looks(**UNEQUAL_COPIES).proposal is not None and not looks.actions
+
+
+@pytest.mark.parametrize("left", [SPAN_LOOKS * INTERVAL, SPAN_LOOKS * INTERVAL - 1])
+@pytest.mark.parametrize("fault", [NAN_STATE, BAD_STATE, UNEQUAL_COPIES])
+def test_damage_is_mended_though_no_comparison_fits_in_its_share(fault, left):
+  looks = looks_of(num_steps=1000)
+  looks.policy = looks.policy._replace(made_again=250 - left)
+  is_compared = looks(**fault).proposal is not None
+  assert is_compared == (left >= SPAN_LOOKS * INTERVAL)
+  assert looks.actions == ([] if is_compared else [Rollback()])
+
+
+@pytest.mark.parametrize("left", [SPAN_LOOKS * INTERVAL, SPAN_LOOKS * INTERVAL - 1])
+def test_no_comparison_begins_whose_arms_do_not_fit_in_the_share(left):
+  looks = looks_of(num_steps=1000)
+  looks.policy = looks.policy._replace(made_again=250 - left)
+  judgement = looks(**WORSE)
+  assert judgement.finding is not None
+  assert (judgement.proposal is not None) == (left >= SPAN_LOOKS * INTERVAL)
 
 
 def test_what_breaks_again_after_it_went_back_is_not_compared(looks):
@@ -325,7 +345,7 @@ def turning(turnover):
 @pytest.mark.parametrize("turnover", [0.5, 0.16, 0.08])
 def test_fast_first_steps_are_judged_once_when_the_weights_have_turned_over(turnover):
   looks, warmup = Looks(warmup=50), 50
-  due = math.ceil(max(warmup, 5 * INTERVAL, FIRST_TURNOVERS / turnover) / INTERVAL)
+  due = math.ceil(max(warmup, FIRST_TURNOVERS / turnover - INTERVAL) / INTERVAL)
   looks(due - 1, **turning(turnover))
   assert not looks.proposals
   (arm,) = looks(**turning(turnover)).proposal.arms
@@ -333,6 +353,14 @@ def test_fast_first_steps_are_judged_once_when_the_weights_have_turned_over(turn
   assert arm.actions == (Repeat(from_start=True), slower) and arm.least < 0.0
   looks(40, **turning(turnover))
   assert len(looks.proposals) == 1
+
+
+@pytest.mark.parametrize(("share", "due"), [(0.25, 7), (0.1, 4), (0.01, None)])
+def test_first_steps_are_judged_while_all_of_them_fit_in_the_share(share, due):
+  looks = Looks(dataclasses.replace(ACT, compare_share=share), num_steps=500)
+  looks(20, **turning(0.09))
+  found = [number for number, j in enumerate(looks.judgements, 1) if j.proposal is not None]
+  assert found == ([] if due is None else [due]) and looks.policy.start is None
 
 
 def test_usual_first_steps_are_not_made_again():
@@ -343,10 +371,10 @@ def test_usual_first_steps_are_not_made_again():
 
 def test_steps_from_a_rollback_on_are_not_made_again_from_the_start():
   looks = Looks()
-  looks(2, **turning(0.5))
+  looks(2, **turning(0.1))
   proposal = looks(**NAN_STATE).proposal
   looks.compared(ended(proposal, None, 2.0, waiting=math.nan))
-  looks(20, **turning(0.5))
+  looks(20, **turning(0.1))
   assert looks.proposals == [proposal]
 
 
@@ -480,10 +508,13 @@ def test_whatever_happens_it_stays_within_its_bounds(faults, loss):
   for fault in faults:
     proposal = looks(**fault).proposal
     if proposal is not None:
-      looks.compared(ended(proposal, *(loss for _ in proposal.arms)))
+      left = looks.terms.left(looks.policy)
+      assert left >= SPAN_LOOKS * INTERVAL
+      compared = ended(proposal, *(loss for _ in proposal.arms))
+      looks.compared(compared._replace(made=min(compared.made, left)))
     assert LEAST_SCALE <= looks.policy.lr_scale <= 1.0
     assert PolicyState.from_json(json.loads(json.dumps(looks.policy.to_json()))) == looks.policy
-  assert looks.policy.made_again <= 0.25 * 1000 + 40
+  assert looks.policy.made_again <= 0.25 * 1000
   ids = [d.id for judgement in looks.judgements for d in judgement.decisions]
   assert ids == list(range(len(ids)))
 
