@@ -64,7 +64,6 @@ class Supervisor(Watcher, MetricWriter):
     wants_checkpoint: whether an action needs a checkpoint now.
     wants_restart: whether the run is to be reopened from the checkpoint just saved, as an action
       changed its settings.
-    made_again: updates that comparisons have made, in this process.
   """
 
   def __init__(
@@ -97,7 +96,6 @@ class Supervisor(Watcher, MetricWriter):
     """
     self.policy, self.decisions = PolicyState(), list[tuple[int, Decision]]()
     self.wants_checkpoint = self.wants_restart = False
-    self.made_again = 0
     self._program, self._cfg = program, program.cfg.orchestrator
     self._teller, self._restore, self._loop = Teller(ledger, write), restore, loop
     probed = None if probe is None else Probe(probe, domains)
@@ -369,7 +367,6 @@ class Supervisor(Watcher, MetricWriter):
     ended = comparison.end(step, state, means, self._terms.left(self.policy))
     self._requests.tried = None
     compared = Compared(comparison.proposal, ended.waiting, ended.scores, ended.made)
-    self.made_again += ended.made
     self._watch.pass_over(ended.made)
     self._teller.comparison(step, comparison.first, compared, ended.losses)
     self.policy, judgement = decide(self._terms, self.policy, compared, step)

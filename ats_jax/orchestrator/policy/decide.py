@@ -376,7 +376,7 @@ def _well(
 def _judge_start(
   terms: Terms, policy: PolicyState, reading: Reading, step: int
 ) -> tuple[PolicyState, Proposal | None]:
-  """Whether the first rate is too high; once, when that shows or can be mended no later."""
+  """Whether the first rate is too high: once, when it shows or can be mended for the last time."""
   if policy.start is None:
     return policy, None
   left, is_over = terms.left(policy), reading.step >= _first_steps(terms)
@@ -384,8 +384,8 @@ def _judge_start(
   if policy.acted_step or step > left:  # what changed the state since would be lost
     is_over, proposal = True, None
   elif proposal is not None:
-    shows = step * policy.start[1] >= FIRST_TURNOVERS
-    is_over = reading.step >= terms.warmup and (shows or step + terms.cfg.check_interval > left)
+    shows = reading.step >= terms.warmup and step * policy.start[1] >= FIRST_TURNOVERS
+    is_over = shows or step + terms.cfg.check_interval > left
   return (policy._replace(start=None), proposal) if is_over else (policy, None)
 
 

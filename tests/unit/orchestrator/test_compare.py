@@ -81,7 +81,7 @@ def test_what_a_machine_computed_wrongly_is_made_again(program, clean, tmp_path)
   (row,) = run.lines("decision")
   assert row["applied"] and row["to"] <= FAULT < step
   (compared,) = run.lines("comparison")
-  assert compared["made"] == step - row["to"] == run.supervisor.made_again
+  assert compared["made"] == step - row["to"] == run.supervisor.policy.made_again
   assert replays(run)
   story = "\n".join(tell(path))
   assert f"makes the steps from {row['to']} on again because of the machine" in story
@@ -127,7 +127,7 @@ def test_other_data_is_trained_on_and_a_lost_comparison_leaves_no_trace(program,
   }  # fmt: skip
   run = Run(program, tmp_path / "decisions.jsonl")(FAULT)(EVERY * 8, rows=other)
   assert not run.end() and run.lines("comparison")
-  assert run.supervisor.made_again > 0 and replays(run)
+  assert run.supervisor.policy.made_again > 0 and replays(run)
   alone = Run(program, loop=None)(FAULT)(EVERY * 8, rows=other)
   alone.end()
   for a, b in zip(jax.tree.leaves(run.state), jax.tree.leaves(alone.state), strict=True):
@@ -185,7 +185,7 @@ def test_it_compares_only_where_there_is_memory_for_it(program, monkeypatch, cop
   most = most_copies(monkeypatch)
   run = Run(dataclasses.replace(program, cfg=cfg), cfg=CFG)(FAULT)
   run(4, happen=WRONG)(EVERY * 6)
-  assert (run.supervisor.made_again > 0) == compares
+  assert (run.supervisor.policy.made_again > 0) == compares
   assert most() <= (COPIES + COPIES_OF_COMPARISON if compares else COPIES)
 
 
@@ -203,7 +203,7 @@ def test_arms_that_do_not_fit_in_the_share_are_not_made(program, tmp_path, fits)
   run(EVERY * 12 - 4)
   made = [decision.action for _, decision in run.end()]
   rows = run.lines("comparison")
-  assert run.supervisor.made_again == sum(row["made"] for row in rows) <= updates
+  assert run.supervisor.policy.made_again == sum(row["made"] for row in rows) <= updates
   assert bool(rows) == (fits is not None) and replays(run)
   if fits is Repeat:
     assert made == [Repeat()]
