@@ -211,16 +211,19 @@ def _decide_interval(
   if reading.logits and not policy.logits[1] and reading.step >= _first_steps(terms):
     policy = policy._replace(logits=(reading.step, reading.logits))
   policy = _remember(policy, reading, rises, calm=finding is None and not is_worse)
+  is_blamed = finding is None and MACHINE in policy.rests
+  finding = Finding("state", True, BLAMED) if is_blamed else finding
   is_damaged = finding is not None and finding.cause == "state" and (is_worse or _stays(reading))
-  is_first = not policy.rests_from(triggers.DAMAGE) and not policy.has_gone_back
-  if finding is not None and is_damaged and may_compare and (reading.sound or is_first):
+  is_first = reading.sound or not (policy.rests_from(triggers.DAMAGE) or policy.has_gone_back)
+  if is_blamed and policy.rests_from(MACHINE):
+    pass  # it may compute well a little later
+  elif finding is not None and may_compare and (is_blamed or (is_damaged and is_first)):
     proposal = triggers.damaged(finding.reason, at_once=not reading.sound)
-  elif finding is None and MACHINE in policy.rests and may_compare:
-    finding = Finding("state", True, BLAMED)
-    proposal = None if policy.rests_from(MACHINE) else triggers.damaged(BLAMED)
   elif finding is not None:
     remedies = _remedies(terms, policy, reading, finding, step, is_damaged=is_damaged)
     wanted = [(action, finding.cause, finding.reason) for action in remedies]
+    rests = {name: rest for name, rest in policy.rests.items() if name != MACHINE}
+    policy = policy._replace(rests=rests) if is_blamed else policy
   elif is_worse:
     proposal = (
       triggers.rose_too_far(policy, reading) if policy.streak("settling")

@@ -302,6 +302,18 @@ def test_a_machine_that_computes_wrongly_is_given_another_try(looks):
   assert looks().stale and looks().good
 
 
+@pytest.mark.parametrize(("then", "actions"), [(WORSE, [Rollback()]), ({}, [])])
+def test_what_it_computed_is_left_where_no_further_try_fits_in_the_share(looks, then, actions):
+  looks.compared(ended(looks(**WORSE).proposal, 2.9))
+  looks.terms = looks.terms._replace(num_steps=0)
+  looks(REST_LOOKS - 1, **then)
+  assert not looks.actions
+  looks(**then)
+  assert looks.actions == actions and len(looks.proposals) == 1
+  looks()
+  assert looks().good
+
+
 def test_noise_of_the_probe_widens_its_margin():
   for noise, is_well in ((0.0, False), (0.1, True)):
     looks = Looks()
