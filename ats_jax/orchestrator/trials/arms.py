@@ -118,9 +118,9 @@ def is_better(proposal: Proposal, arm: Arm, score: Score, best: Score) -> bool:
     return True
   if best.loss(proposal.domains) - score.loss(proposal.domains) <= arm.least:
     return False
-  if arm.sigmas is not None:
+  if arm.sigmas is not None and score.coming:  # no batches come if it ends at once
     gains = np.subtract(best.coming, score.coming)
-    error = float(np.std(gains)) / math.sqrt(max(len(gains), 1))
+    error = float(np.std(gains)) / math.sqrt(len(gains))
     if not float(np.mean(gains)) > arm.sigmas * error:
       return False
   return not arm.remembers or not score.seen >= best.seen  # NaN: it is not known

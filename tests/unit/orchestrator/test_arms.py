@@ -31,6 +31,7 @@ def proposed(*arms, **given):
     (score(3.0, 2.0, 2.1), score(2.5), False),  # no better on the batches that came
     (score(3.0, 2.1, 2.0), score(2.5), False),  # it was spared other data, which is no gain
     (score(3.0, 2.1, math.nan), score(2.5, seen=math.nan), True),  # no batches of before
+    (Score({"": 3.0}, (), 2.1), Score({"": 2.9}, (), 2.0), True),  # it ends at once
     (score(math.nan), score(9.0), True),  # what diverged loses to what did not
     (score(3.0, 2.1, 2.1), score(math.inf), False),
     (score(3.0, 2.1, 2.1), score(2.0, coming=math.nan), False),
