@@ -178,7 +178,8 @@ def test_8_bits_are_tried_without_and_stay_off_if_that_wins(
   monkeypatch.setattr(triggers, "HARMLESS", -100.0 if wins else 100.0)
   compiled = compiled_steps(monkeypatch)
   asked |= {8: hooks.Try(FullPrecision())}
-  cfg = config(num_steps=24, model__num_layers=3, precision__fp8=True)
+  share = {"orchestrator__compare_share": 0.5}  # there is room for one arm
+  cfg = config(num_steps=24, model__num_layers=3, precision__fp8=True, **share)
   train(cfg, tmp_path)
   path = tmp_path / workdir.DECISIONS
   (row,) = [row for row in ledger.read_lines(path) if row["kind"] == "comparison"]
