@@ -12,7 +12,7 @@ by default. `toy` is the model of the short suites. Each run appends a line of J
 and the same command goes on where it was stopped.
 
 python -m lab.rate_sensitivity run --sizes=26m,110m --results=runs/rates.jsonl \
-  [--rates=3e-4,1e-3] [--arms=clip,ours] [--seeds=0] [--steps=1000]
+  [--rates=3e-4,1e-3] [--arms=clip,ours] [--seeds=0] [--steps=1000] [--check_interval=100]
 python -m lab.rate_sensitivity table --results=runs/rates.jsonl
 """
 
@@ -41,6 +41,9 @@ _RATES = flags.DEFINE_list(
 _ARMS = flags.DEFINE_list("arms", [USUAL, OURS], "Arms of lab.faults.")
 _SEEDS = flags.DEFINE_list("seeds", ["0"], "Of weights and data.")
 _STEPS = flags.DEFINE_integer("steps", 1000, "Of each run.", lower_bound=100)
+_EVERY = flags.DEFINE_integer(
+  "check_interval", None, "Updates between two looks; by default those of the size.", lower_bound=1
+)
 _RESULTS = flags.DEFINE_string("results", None, "File of JSON lines.")
 
 PROTOCOL = 1  # raise it when settings or scoring change
@@ -62,8 +65,11 @@ SIZES: dict[str, Settings] = {
 }
 
 
-def suite(size: str, rate: float, steps: int) -> Suite:
-  """A model of a size at a peak rate, and nothing that happens to it."""
+def suite(size: str, rate: float, steps: int, every: int | None = None) -> Suite:
+  """A model of a size at a peak rate, and nothing that happens to it; looks `every` updates."""
+  looks: Settings = tuple(
+    (f"orchestrator.{name}_interval", every) for name in ("check", "snapshot") if every
+  )
   of_paper: Settings = (
     ("num_steps", steps),
     ("step.z_loss", 1e-4),
@@ -74,7 +80,7 @@ def suite(size: str, rate: float, steps: int) -> Suite:
     ("optimizer.schedule.decay_fraction", None),
     ("optimizer.schedule.final_fraction", 0.0),
   )
-  return Suite((), (CLEAN,), (), (*SIZES[size], *of_paper), splits=True)
+  return Suite((), (CLEAN,), (), (*SIZES[size], *of_paper, *looks), splits=True)
 
 
 def initial_loss(bench: Bench, seed: int) -> float:
@@ -87,7 +93,12 @@ def sensitivity(losses: Sequence[float], initial: float) -> float:
   return float(np.mean(np.minimum(losses, initial)) - min(losses))
 
 
-def train(results: Results, keys: Iterable[tuple[str, float, str, int]], steps: int) -> None:
+def train(
+  results: Results,
+  keys: Iterable[tuple[str, float, str, int]],
+  steps: int,
+  every: int | None = None,
+) -> None:
   """Make the runs that are not there; of each size and rate, those of all arms and seeds."""
   bench, of = None, None
   for key in keys:
@@ -96,7 +107,7 @@ def train(results: Results, keys: Iterable[tuple[str, float, str, int]], steps: 
     size, rate, arm, seed = key
     if (size, rate) != of:
       jax.clear_caches()  # programs of other rates are not used again
-      bench, of = Bench(suite(size, rate, steps)), (size, rate)
+      bench, of = Bench(suite(size, rate, steps, every)), (size, rate)
     assert bench is not None
     record = run(bench, arm, CLEAN, seed) | bench.made_by
     results.add(record | {"size": size, "rate": rate, "initial": initial_loss(bench, seed)})
@@ -154,7 +165,8 @@ def main(argv: list[str]) -> None:
     cfg = from_config_dict(base_config())
     runtime.configure(cfg)
     with jax.set_mesh(make_mesh(cfg, jax.devices()[:1])):
-      train(Results(path, f"{PROTOCOL}-{_STEPS.value}", KEY), keys, _STEPS.value)
+      protocol = "-".join(str(x) for x in (PROTOCOL, _STEPS.value, _EVERY.value) if x)
+      train(Results(path, protocol, KEY), keys, _STEPS.value, _EVERY.value)
   records = Results(path, fields=KEY).records
   if not records:
     raise ValueError(
