@@ -153,6 +153,12 @@ class Supervisor(Watcher, MetricWriter):
     logging.info("orchestrator: rolls back to %s", where)
     if self._snapshots.good and not has_room:
       logging.info("orchestrator: compares nothing, which takes five snapshots' memory")
+    elif able and not self._terms.may_compare(self.policy):
+      logging.info(
+        "orchestrator: compares nothing: an arm makes %d updates, and "
+        "orchestrator.compare_share=%g leaves %d", SPAN_LOOKS * self._cfg.check_interval,
+        self._cfg.compare_share, self._terms.left(self.policy),
+      )  # fmt: skip
 
   def _begin_terms(self, step: int, *, compares: bool) -> None:
     """Note the terms by which is decided from here on."""

@@ -279,7 +279,8 @@ def test_what_can_never_be_tried_is_an_error(action):
 
 
 @pytest.mark.thorough
-def test_what_there_is_no_time_to_try_is_refused(program, asked, tmp_path):
+def test_what_there_is_no_time_to_try_is_refused(program, asked, tmp_path, caplog):
+  caplog.set_level("INFO")
   asked |= {EVERY * 4: hooks.Try(SetWeightDecay(0.5))}
   orchestrator = dataclasses.replace(CFG.orchestrator, compare_share=0.0)
   cfg = dataclasses.replace(CFG, orchestrator=orchestrator)
@@ -287,6 +288,9 @@ def test_what_there_is_no_time_to_try_is_refused(program, asked, tmp_path):
   run(EVERY * 8).end()
   (row,) = run.lines("refused")
   assert "orchestrator.compare_share" in row["reason"] and not run.supervisor._requests.waiting
+  assert (
+    "compares nothing: an arm makes 16 updates, and orchestrator.compare_share=0" in caplog.text
+  )
 
 
 # ---- rules that change
