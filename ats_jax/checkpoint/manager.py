@@ -18,6 +18,7 @@ from ats_jax.checkpoint import integrity, layout, parted, reader, stream
 from ats_jax.checkpoint.integrity import MANIFEST, CheckpointError
 from ats_jax.checkpoint.layout import PyTree, Stacks
 from ats_jax.checkpoint.local import LocalSnapshots
+from ats_jax.checkpoint.rest import Rest
 from ats_jax.config.identity import RunIdentity
 from ats_jax.config.schema import CheckpointConfig
 from ats_jax.exits import FaultError
@@ -43,6 +44,7 @@ class CheckpointManager:
 
   Attributes:
     last_save_stall_secs: seconds that the last `save` kept its caller.
+    rest: what checkpoints leave out of the state that `save` gets and `read` gives.
   """
 
   def __init__(
@@ -67,6 +69,7 @@ class CheckpointManager:
     """
     self.directory = paths.absolute(directory)
     self.last_save_stall_secs = 0.0
+    self.rest = Rest()
     self._cfg, self._run, self._stacks = cfg, run, stacks
     self._unfinished = paths.staging(self.directory)
     self._parted = paths.is_remote(directory) and jax.process_count() > 1
@@ -145,7 +148,7 @@ class CheckpointManager:
     if reader.process_0_decides(lambda: int(step in self.steps())):
       logging.info("checkpoint %d is in %s already; not saved again", step, self.directory)
       return
-    parts = layout.named_arrays(state, stacks=self._stacks)
+    parts = layout.named_arrays(self.rest.left_out(state), stacks=self._stacks)
     fields = {
       "step": step,
       "run": self._run and dataclasses.asdict(self._run),
@@ -188,7 +191,7 @@ class CheckpointManager:
     """Keep a snapshot in `cfg.local_dir`; returns when the arrays may be donated."""
     assert self._local is not None, "no checkpoint.local_dir"
     start = time.perf_counter()
-    self._local.save(step, state, extra)
+    self._local.save(step, self.rest.left_out(state), extra)
     self.last_save_stall_secs = time.perf_counter() - start
 
   def newest(self) -> tuple[int, dict[str, Any]] | None:
@@ -241,10 +244,13 @@ class CheckpointManager:
 
     Raises:
       CheckpointError: if it does not fit `abstract_state`.
+      ValueError: if `rest` is not where it was.
     """
+    abstract = self.rest.left_out(abstract_state)
     if self._local is not None and self._local.has(step):
-      return self._local.read(abstract_state)
-    return reader.read(self.directory, step, abstract_state, stacks=self._stacks)[1]
+      return self.rest.put_back(self._local.read(abstract))
+    part = reader.read(self.directory, step, abstract, stacks=self._stacks)[1]
+    return self.rest.put_back(part)
 
   def restore_latest(self, abstract_state: PyTree) -> tuple[int, PyTree, dict[str, Any]] | None:
     """Restore the newest intact checkpoint, setting damaged newer ones aside.

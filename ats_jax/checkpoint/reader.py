@@ -15,6 +15,7 @@ from orbax.checkpoint._src.metadata import array_metadata_store
 from ats_jax.checkpoint import integrity, layout, parted, stream
 from ats_jax.checkpoint.integrity import MANIFEST, CheckpointError, DeletedError
 from ats_jax.checkpoint.layout import PyTree, Stacks
+from ats_jax.checkpoint.rest import Rest
 from ats_jax.config.identity import RunIdentity
 from ats_jax.store import paths
 from ats_jax.store.paths import Path
@@ -67,6 +68,7 @@ def restore_tree(
   subtree: str = "",
   run: RunIdentity | None = None,
   stacks: Stacks | None = None,
+  rest_of: Callable[[Mapping[str, Any]], Rest] = lambda extra: Rest(),
 ) -> tuple[int, PyTree, dict[str, Any]]:
   """Verify a checkpoint and restore it, or a part of it, without changing anything on disk.
 
@@ -82,6 +84,7 @@ def restore_tree(
     subtree: name of the part that `abstract` describes, e.g. "model"; empty = everything.
     run: whose checkpoint it must be; None = anybody's.
     stacks: layers of each stack of `abstract` (`layout.named_arrays`); None = nothing is stacked.
+    rest_of: what a checkpoint with this `extra` leaves out of `abstract`.
 
   Returns:
     The step, the restored tree, and the `extra` dict saved with it.
@@ -103,7 +106,9 @@ def restore_tree(
     try:
       chosen = process_0_decides(decide)
       assert chosen is not None
-      return read(directory, chosen, abstract, subtree, stacks)
+      rest = rest_of(load_extra(directory, chosen))
+      _, part, extra = read(directory, chosen, rest.left_out(abstract), subtree, stacks)
+      return chosen, rest.put_back(part), extra
     except DeletedError as e:
       if not tries:
         raise

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import math
+import operator
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from ats_jax.checkpoint import CheckpointError, abstract_like, load_extra, restore_tree, workdir
+from ats_jax.checkpoint.rest import Rest
 from ats_jax.cluster import runtime
 from ats_jax.config import Config
 from ats_jax.config.build import CHANGES, resolve, with_changes, with_settings
@@ -302,7 +304,7 @@ def _restored(
   stack: contextlib.ExitStack,
 ) -> TrainedRun:
   """The run with the settings that `changes` makes of its own; its mesh is left set in `stack`."""
-  cfg, checkpoints = workdir.load_config(folder), folder / workdir.CHECKPOINTS
+  cfg = workdir.load_config(folder)
   # In this order: a checkpoint may name folders too.
   cfg = as_data(with_changes(cfg, changes))
   tokenizer = load_tokenizer(folder / workdir.TOKENIZER)
@@ -320,8 +322,36 @@ def _restored(
   stack.enter_context(on_mesh(cfg, mesh))
   loss = cfg.step.loss.name  # that of an extension is not loaded
   program = make_program(cfg, losses.find(loss)(cfg) if loss in losses else None)
-  part = "ema" if cfg.optimizer.has_average else "model"
-  abstract = abstract_like(getattr(program.init(abstract=True), part), mesh)
-  run = workdir.load_identity(folder)
-  restored, model, extra = restore_tree(checkpoints, abstract, step, part, run, stacks(cfg))
+  restored, model, extra = restored_weights(folder, program, tokenizer, step)
   return TrainedRun(restored, model, tokenizer, program.continued(extra), extra)
+
+
+def restored_weights(
+  folder: Path, program: Program, tokenizer: Tokenizer, step: int | str
+) -> tuple[int, Decoder, dict[str, Any]]:
+  """The step, weights and `extra` of a checkpoint: their average if the run keeps one.
+
+  Args:
+    folder: the workdir.
+    program: program of the run on the current mesh.
+    tokenizer: tokenizer of the run.
+    step: a step, "latest" or "best".
+
+  Raises:
+    ValueError: as `load_run`, or if the run has adapters and its frozen weights are not there.
+  """
+  cfg, checkpoints = program.cfg, folder / workdir.CHECKPOINTS
+  part = "ema" if cfg.optimizer.has_average else "model"
+  of_part = operator.attrgetter(part)
+
+  def rest_of(extra: Mapping[str, Any]) -> Rest:
+    if cfg.finetune.adapter.name == "none":
+      return Rest()
+    from ats_jax.inference.base import BASE, Base  # here: few runs have adapters
+
+    named = extra.get(BASE)
+    return Base.named(named, program, tokenizer, pick=of_part) if named else Rest()
+
+  abstract = abstract_like(of_part(program.init(abstract=True)), jax.sharding.get_mesh())
+  run = workdir.load_identity(folder)
+  return restore_tree(checkpoints, abstract, step, part, run, stacks(cfg), rest_of)

@@ -128,6 +128,10 @@ class Buffer(nnx.Variable):
     super().__init__(value, axes=axes, role=Role.BUFFER)
 
 
+class Constant(Buffer):
+  """A buffer that nothing sets: it belongs to frozen weights, as scales of their codes do."""
+
+
 def is_variable(x: Any) -> bool:
   """Whether `x` is a parameter, frozen or not, or a buffer, not its array; for `is_leaf`."""
   return isinstance(x, nnx.Variable)
@@ -181,6 +185,21 @@ def trainable(model: Any) -> Any:
 
 def _is_fixed(v: Any) -> bool:
   return isinstance(v, Buffer | Frozen)
+
+
+def without_frozen(tree: Any) -> Any:
+  """Replace what no step changes by None: frozen weights, and what belongs to them."""
+  return jax.tree.map(lambda v: None if _is_frozen(v) else v, tree, is_leaf=is_variable)
+
+
+def with_frozen(part: Any, whole: Any) -> Any:
+  """Combine `part` (like `without_frozen(whole)`) with what is frozen in `whole`."""
+  pick = lambda v, p: v if _is_frozen(v) else p
+  return jax.tree.map(pick, whole, part, is_leaf=is_variable)
+
+
+def _is_frozen(v: Any) -> bool:
+  return isinstance(v, Frozen | Constant)
 
 
 def merge(params: Any, model: Any) -> Any:

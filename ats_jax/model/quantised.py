@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ats_jax.model.layers import Linear, Weight, activation_axes
-from ats_jax.model.param import EXPERTS, Buffer, Frozen, Param, Role, is_variable
+from ats_jax.model.param import EXPERTS, Constant, Frozen, Param, Role, is_variable
 from ats_jax.ops.packed import FORMATS, Packed, encode
 from ats_jax.sharding.apply import all_max, ensure_sharding, island, num_shards
 
@@ -87,8 +87,8 @@ class Quantised(nnx.Module):
     )
     meta: Any = dict(axes=self.axes, role=self.role, num_inputs=self.num_inputs)
     self.codes = Codes(codes, packed=format_.packed, **meta)
-    self.scales = Buffer(scales, axes=of_groups)
-    self.steps = Buffer(steps[0], axes=of_columns) if steps else None
+    self.scales = Constant(scales, axes=of_groups)
+    self.steps = Constant(steps[0], axes=of_columns) if steps else None
 
   def _check(self, size: int, groups: int) -> None:
     format_ = FORMATS[self.name]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from ats_jax.checkpoint import CheckpointManager, StopSignal, abstract_like, workdir
+from ats_jax.checkpoint.rest import Rest
 from ats_jax.cluster.liveness.watchdog import READING, Watchdog, open_watchdog
 from ats_jax.config import Config
 from ats_jax.config.build import CHANGES, resolve, with_changes
@@ -136,6 +137,7 @@ def open_run(
     enter(on_mesh(cfg, mesh))
     stop = enter(StopSignal())
     program = make_program(cfg, losses.find(cfg.step.loss.name)(cfg)).continued(origin.extra)
+    checkpoints.rest = rest_of(program, origin, initial, train_set)
     state = None
     if cfg.step.loss.ROWS:  # before rows are read ahead
       if origin.restore is None:
@@ -241,6 +243,25 @@ def find_resume_point(checkpoints: CheckpointManager, snapshots: "Snapshots | No
     return ResumePoint()
   step, extra = newest
   return ResumePoint(step, extra, lambda abstract: checkpoints.read(step, abstract))
+
+
+def rest_of(
+  program: Program, origin: ResumePoint, initial: "InitialWeights | None", train_set: TrainRows
+) -> Rest:
+  """What checkpoints leave out: with adapters the frozen weights, if the run began without them.
+
+  `--init_router` replaces some of these, so that no folder has them all.
+  """
+  tokenizer = train_set.info.tokenizer
+  if program.cfg.finetune.adapter.name == "none":
+    return Rest()
+  from ats_jax.inference.base import BASE, Base  # here: few runs have adapters
+
+  if origin.restore is not None:
+    named, folder = origin.extra.get(BASE), None if initial is None else initial.folder
+    return Base.named(named, program, tokenizer, folder=folder) if named else Rest()
+  assert initial is not None, "adapters need weights to begin with"
+  return Rest() if initial.router else Base.at_first(initial, program, tokenizer)
 
 
 def restored_or_new(

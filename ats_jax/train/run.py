@@ -177,7 +177,8 @@ class Run:
 
   def position(self) -> dict[str, Any]:
     """Return the loop's part of a checkpoint's `extra`; the supervisor adds its own."""
-    return {POSITION: self.batches.position(), **self.program.saved()}
+    of_program = self.program.saved() | self.checkpoints.rest.saved()
+    return {POSITION: self.batches.position(), **of_program}
 
   def finish(self, *, complete: bool) -> None:
     """Wait for the last checkpoint and report what was reached; with a sample if `complete`."""

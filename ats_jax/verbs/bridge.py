@@ -16,14 +16,13 @@ from ats_jax.bridge.convert import ASIDE, COMPANIONS, import_folder
 from ats_jax.bridge.export import choose_family, export
 from ats_jax.bridge.family import shorten_names
 from ats_jax.bridge.folder import imported_fields
-from ats_jax.checkpoint import abstract_like, restore_tree, workdir
+from ats_jax.checkpoint import workdir
 from ats_jax.checkpoint.reader import find
 from ats_jax.cluster import runtime
 from ats_jax.config.build import resolve
 from ats_jax.config.names import flatten
 from ats_jax.data.tokens.file import load_tokenizer
-from ats_jax.inference.load import as_data, fit_devices, load_run
-from ats_jax.model.layout import stacks
+from ats_jax.inference.load import as_data, fit_devices, load_run, restored_weights
 from ats_jax.sharding.mesh import make_mesh, on_mesh
 from ats_jax.step.program import make_program
 from ats_jax.store import paths
@@ -274,19 +273,15 @@ def _verify(folder: Path, source: paths.Path) -> bool:
   runtime.configure(cfg)
   words = load_tokenizer(source / workdir.TOKENIZER)
   cfg = fit_devices(resolve(cfg, words.vocab_size), jax.device_count())
-  mesh = make_mesh(cfg)
-  with on_mesh(cfg, mesh):
+  with on_mesh(cfg, make_mesh(cfg)):
     program = make_program(cfg)
-    part = "ema" if cfg.optimizer.has_average else "model"
-    abstract = abstract_like(getattr(program.init(abstract=True), part), mesh)
     step = int(asked) if asked.isdecimal() else asked
-    checkpoints, run = source / workdir.CHECKPOINTS, workdir.load_identity(source)
-    find(checkpoints, step)  # a wrong step is said before minutes of work
+    find(source / workdir.CHECKPOINTS, step)  # a wrong step is said before minutes of work
     points = parity.turning_points(cfg, folder)
     seq_len = _SEQ_LEN.value or parity.row_length(points)
     # Before ours is read, so that there is room for theirs.
     theirs = parity.reference(folder, seq_len=seq_len, dtype=dtype, rows=parity.least_rows())
-    chosen, model, _ = restore_tree(checkpoints, abstract, step, part, run, stacks(cfg))
+    chosen, model, _ = restored_weights(source, program, words, step)
     found = parity.compare(model, program.rules(chosen), theirs)
   print("\n".join([*parity.not_reached(points, seq_len), *found.lines()]))
   return found.same

@@ -36,7 +36,7 @@ ALLOWED = {
   "orchestrator": STEP | {"step", "store", "metrics"},
   "report": {"config", "store", "metrics", "data", "checkpoint", "orchestrator"},
   "cluster": {"config", "store", "exits", "metrics", "planner", "ops"},
-  "inference": STEP | {"step", "store", "checkpoint", "cluster"},
+  "inference": STEP | {"step", "store", "checkpoint", "cluster", "bridge"},
   "train": STEP
   | {"store", "metrics", "checkpoint", "step", "planner", "bridge", "orchestrator", "cluster"}
   | {"inference"},

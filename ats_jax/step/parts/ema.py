@@ -25,14 +25,20 @@ class Ema(Part):
   @override
   def init(self, state: TrainState) -> TrainState:
     # float32, or a slow average would stop moving; copied, as the state is donated
-    average = lambda p: jnp.array(p, jnp.float32, copy=True)
+    average = lambda p: jnp.array(p, p.dtype if _is_code(p) else jnp.float32, copy=True)
     return dataclasses.replace(state, ema=jax.tree.map(average, state.model))
 
   @override
   def after(self, result: UpdateResult, state: TrainState) -> TrainState:
     del result
     follow = lambda e, p: e + (1.0 - self.decay) * (p.astype(e.dtype) - e)
-    return dataclasses.replace(state, ema=jax.tree.map(follow, state.ema, state.model))
+    step = lambda e, p: e if _is_code(p) else follow(e, p)
+    return dataclasses.replace(state, ema=jax.tree.map(step, state.ema, state.model))
+
+
+def _is_code(array: jax.Array) -> bool:
+  """Whether it is of a quantised weight, which is frozen."""
+  return jnp.issubdtype(array.dtype, jnp.integer)
 
 
 @dataclasses.dataclass(frozen=True)

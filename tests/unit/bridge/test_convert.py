@@ -28,9 +28,9 @@ from ats_jax.checkpoint import abstract_like
 from ats_jax.config import Config
 from ats_jax.config.build import resolve, with_settings
 from ats_jax.data.tokens.tokenizer import build_tokenizer
+from ats_jax.inference import weights
 from ats_jax.step.program import make_program
 from ats_jax.store.paths import parse
-from ats_jax.train import initial_weights
 from ats_jax.train.initial_weights import InitialWeights
 from ats_jax.train.loop import train
 from ats_jax.train.open import ResumePoint, restored_or_new
@@ -268,8 +268,8 @@ def test_ids_and_the_context_length_come_back(named, written, tmp_path):
 
 def test_a_folder_is_opened_once(tmp_path, monkeypatch):
   folder = make_folder(tmp_path / "hf")
-  opened, read = [], initial_weights.open_model_folder
-  monkeypatch.setattr(initial_weights, "open_model_folder", lambda *a: opened.append(a) or read(*a))
+  opened, read = [], weights.open_model_folder
+  monkeypatch.setattr(weights, "open_model_folder", lambda *a: opened.append(a) or read(*a))
   init = InitialWeights(parse(folder))
   init.check(config_of(init.source, tokenizer="bytes"))
   init.keep_companions(parse(tmp_path / "run"))
