@@ -6,9 +6,10 @@ a whole document (`loglikelihood_rolling`) counts its bos too.
 """
 
 import contextlib
+import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import yaml  # pyright: ignore[reportMissingModuleSource]
@@ -25,7 +26,7 @@ from ats_jax.inference.engine.options import Options
 from ats_jax.inference.engine.request import Request, Sampling
 from ats_jax.inference.engine.score import Text
 from ats_jax.inference.forward import logprobs_of
-from ats_jax.inference.load import ROWS, load_run
+from ats_jax.inference.load import ROWS, TrainedRun, load_run
 from ats_jax.store import paths
 
 SAMPLES, SAMPLE_TOKENS = 4, 256  # texts, and tokens of each, that the forward pass is run on too
@@ -72,6 +73,17 @@ class RunLM(TemplateLM):
     self._run = self._stack.enter_context(loading)
     self._compared = False
     self.max_length = self._run.program.cfg.data.seq_len
+
+  @property
+  def run(self) -> TrainedRun:
+    """What does the tasks."""
+    return self._run
+
+  def with_run(self, run: TrainedRun) -> Self:
+    """The same with a run that shares arrays of its own one; it is not closed by itself."""
+    other = copy.copy(self)
+    other._run, other._compared = run, False
+    return other
 
   def close(self) -> None:
     """Let go of the run."""

@@ -2,17 +2,19 @@
 
   ats-jax chat --workdir=runs/chat
   ats-jax chat --workdir=runs/chat --system='Be brief.' --temperature=0
+  ats-jax chat --workdir=runs/chat --adapter=adapters/math
 
 Turns are written as in training. Ctrl-C stops an answer, Ctrl-D or /quit ends. /reset forgets what
-was said, /system TEXT says what the system says before it. What is not given is that of the run's
-own config (`sample.*`).
+was said, /system TEXT says what the system says before it. --adapter names folders of peft: the run
+answers alone, as base, then with each. What is not given is that of the run's own config
+(`sample.*`).
 """
 
 import contextlib
 import dataclasses
 import io
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 
 from absl import flags
 
@@ -24,10 +26,12 @@ from ats_jax.inference.engine.request import Finished, Request, Sampling
 from ats_jax.inference.load import load_run
 from ats_jax.store import paths
 from ats_jax.verbs import cli
+from ats_jax.verbs.adapters import by_name, define_adapter_flag, each
 from ats_jax.verbs.drawing import DrawingFlags
 
 FLAGS = flags.FlagValues()
 _DRAWING = DrawingFlags(FLAGS)
+_ADAPTER = define_adapter_flag(FLAGS)
 _SYSTEM = flags.DEFINE_string(
   "system", "", "What the system says before the first turn.", flag_values=FLAGS
 )
@@ -78,11 +82,11 @@ class Dialogue:
         self.turns = [*turns, Message("assistant", answer)]
 
 
-def talk(dialogue: Dialogue, read: Callable[[], str]) -> None:
+def talk(dialogues: Mapping[str, Dialogue], read: Callable[[], str]) -> None:
   """Answer what is said until there is no more.
 
   Args:
-    dialogue: what was said before.
+    dialogues: what was said before to each model, by its name, which is shown if it has one.
     read: gives a line; raises EOFError if there is none.
   """
   while True:
@@ -91,9 +95,12 @@ def talk(dialogue: Dialogue, read: Callable[[], str]) -> None:
       command, _, rest = line.partition(" ")
       if command == "/quit":
         return
-      if command.startswith("/"):
-        _obey(dialogue, command, rest.strip())
-      elif line:
+      for name, dialogue in dialogues.items() if line else ():
+        if command.startswith("/"):
+          _obey(dialogue, command, rest.strip())
+          continue
+        if name:
+          print(f"{name}:")
         _answer(dialogue, line)
     except EOFError:
       print(flush=True)
@@ -125,6 +132,7 @@ def main(argv: list[str]) -> None:
   """Load the run, and talk."""
   del argv
   folder = paths.parse(cli.require(_DRAWING.workdir.value, "workdir", "runs/chat"))
+  adapters = by_name(_ADAPTER.value)
   loading = load_run(
     folder, _DRAWING.step.value, _DRAWING.compute_dtype.value, 1, _DRAWING.engine.value
   )
@@ -134,8 +142,11 @@ def main(argv: list[str]) -> None:
     if isinstance(sys.stdin, io.TextIOWrapper):
       sys.stdin.reconfigure(errors="surrogateescape")  # what is not UTF-8 is refused by line
     prompt = "> " if sys.stdin.isatty() else ""
-    dialogue = Dialogue(run.engine(rows=1), run.tokenizer, sampling, _SYSTEM.value)
-    talk(dialogue, lambda: input(prompt))
+    dialogues = {
+      name: Dialogue(one.engine(rows=1), run.tokenizer, sampling, _SYSTEM.value)
+      for name, one in each(run, folder, adapters)
+    }
+    talk(dialogues, lambda: input(prompt))
 
 
 COMMANDS = {"": cli.Command(main, FLAGS, __doc__)}

@@ -114,9 +114,13 @@ def evaluate_run(
     sets = sets_with_fields(run.program, folder, None, sets)
     metrics: dict[str, float] = {}
     for name, one in each(run, folder, adapters):
-      scores = score_all(run.program, one.model, sets, run.step)
-      metrics |= {f"{name}/{key}" if name else key: value for key, value in scores.items()}
+      metrics |= _under(name, score_all(run.program, one.model, sets, run.step))
     return run.step, metrics
+
+
+def _under(name: str, metrics: Mapping[str, float]) -> dict[str, float]:
+  """Metrics with the name of an adapter in front, if there is one."""
+  return {f"{name}/{key}" if name else key: value for key, value in metrics.items()}
 
 
 def parse_paths(text: str) -> tuple[str, ...] | Table[tuple[str, ...]]:
@@ -143,11 +147,15 @@ def tasks_of_run(
   options: Options = DEFAULT,
   num_fewshot: int | None = None,
   limit: int | None = None,
+  adapters: Mapping[str, pathlib.Path] = MappingProxyType({}),
 ) -> dict[str, float]:
   """The metrics of tasks (`harness.evaluate_tasks`), done by a checkpoint of a run.
 
+  `adapters` is as of `evaluate_run`.
+
   Raises:
-    ValueError: if there is no such run, checkpoint or task, or the harness is not installed.
+    ValueError: if there is no such run, checkpoint, task or adapter, or the harness is not
+      installed.
   """
   try:
     from ats_jax.inference import harness  # an extra
@@ -157,7 +165,11 @@ def tasks_of_run(
     raise ValueError("--tasks needs lm-evaluation-harness: pip install 'ats_jax[lm_eval]'.") from e
   of_engine = dataclasses.asdict(options)
   with contextlib.closing(harness.RunLM(workdir, step, compute_dtype, **of_engine)) as model:
-    return harness.evaluate_tasks(model, tasks, num_fewshot, limit)
+    metrics: dict[str, float] = {}
+    for name, run in each(model.run, paths.parse(workdir), adapters):
+      found = harness.evaluate_tasks(model.with_run(run), tasks, num_fewshot, limit)
+      metrics |= _under(name, found)
+    return metrics
 
 
 def main(argv: list[str]) -> None:
@@ -167,11 +179,6 @@ def main(argv: list[str]) -> None:
   if _TASKS.value and _PATHS.value:
     raise ValueError("--tasks and --paths both say what to evaluate on. Use one of them.")
   adapters = by_name(_ADAPTER.value)
-  if _TASKS.value and adapters:
-    raise ValueError(
-      "--tasks and --adapter do not go together. Give the tasks a run of the merged model, which "
-      "`ats-jax bridge import` makes."
-    )
   if not _TASKS.value and (_NUM_FEWSHOT.value, _LIMIT.value) != (None, None):
     raise ValueError("--num_fewshot and --limit are of tasks: they need --tasks.")
   options = _ENGINE.value
@@ -180,7 +187,7 @@ def main(argv: list[str]) -> None:
   if _TASKS.value:
     metrics = tasks_of_run(
       workdir, _TASKS.value, step=_STEP.value, compute_dtype=_COMPUTE_DTYPE.value,
-      options=options, num_fewshot=_NUM_FEWSHOT.value, limit=_LIMIT.value,
+      options=options, num_fewshot=_NUM_FEWSHOT.value, limit=_LIMIT.value, adapters=adapters,
     )  # fmt: skip
   else:
     folder, text = paths.parse(workdir), parse_paths(_PATHS.value)

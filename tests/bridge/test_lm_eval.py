@@ -67,16 +67,20 @@ def run(tmp_path_factory):
   """A run that has learnt most of what the tasks ask."""
   folder, rng = tmp_path_factory.mktemp("run"), random.Random(1)
   (folder / "text.txt").write_text("".join(function(rng) for _ in range(3000)))
-  settings = (
-    "num_steps=60", "model.num_layers=2", "model.d_model=64", "model.num_heads=2",
+  done = called("train", *train_flags(folder / "run", *settings(folder, 60)))
+  assert done.code == 0, done.err
+  return folder / "run"
+
+
+def settings(folder, steps):
+  """Those of a run on the text in a folder."""
+  return (
+    f"num_steps={steps}", "model.num_layers=2", "model.d_model=64", "model.num_heads=2",
     "model.num_kv_heads=1", "model.d_ff=128", "data.seq_len=64", "data.batch_size=16",
     f"data.paths={folder}/text.txt", "data.tokenizer=bpe", "data.bpe_vocab_size=300",
     "optimizer.learning_rate=1e-2", "precision.compute_dtype=float32", "sample.max_tokens=0",
     "eval.bigram_baseline=False",
   )  # fmt: skip
-  done = called("train", *train_flags(folder / "run", *settings))
-  assert done.code == 0, done.err
-  return folder / "run"
 
 
 def of_transformers(folder, tasks, **options):
@@ -105,6 +109,22 @@ def test_numbers_are_those_of_transformers_on_the_export(run, tasks, tmp_path):
     assert ours == pytest.approx(theirs, abs=1e-3, rel=1e-3)
     assert "engine beside the forward pass of the training: log-probabilities of" in found.err
   assert 0 < ours["my_choice/acc"] < 1 and ours["my_answers/exact_match"] > 0
+
+
+def test_the_run_alone_and_with_each_adapter_do_them(run, tasks, tmp_path):
+  lora = ("finetune.adapter=lora", f"data.tokenizer={run}/tokenizer.json")
+  flags = train_flags(tmp_path / "tuned", *settings(run.parent, 20), *lora)
+  assert called("train", f"--init_from={run}", *flags).code == 0
+  peft = ("--format=peft", f"--folder={tmp_path}/peft")
+  assert called("bridge", "export", f"--workdir={tmp_path}/tuned", *peft).code == 0
+  score = lambda of, *flags: json.loads(
+    called("evaluate", f"--workdir={of}", f"--tasks={tasks}", "--json", *flags).out
+  )
+  found = score(run, f"--adapter=x={tmp_path}/peft")
+  for name, of in (("base", run), ("x", tmp_path / "tuned")):
+    alone = {f"{name}/{metric}": value for metric, value in score(of).items()}
+    assert {metric: found[metric] for metric in alone} == pytest.approx(alone, rel=1e-4)
+  assert found["x/my_documents/bits_per_byte"] != found["base/my_documents/bits_per_byte"]
 
 
 def test_tasks_that_there_are_not_say_so(run, tasks, tmp_path):

@@ -300,7 +300,7 @@ WRONG = {
   "generate --workdir={ok} --prompt=a --prompts=b": "--prompt and --prompts both say",
   "generate --workdir={ok} --prompt=a --adapter=base={in}": "its name is that of the model alone",
   "evaluate --workdir={ok} --adapter={in}/empty.txt": "{in}/empty.txt holds no adapter_config.json",
-  "evaluate --workdir={ok} --adapter={in} --tasks=a": "--tasks and --adapter do not go together",
+  "chat --workdir={ok} --adapter=base={in}": "its name is that of the model alone",
   "generate --workdir={ok} --prompts={in}/no.txt": "{in}/no.txt: No such file",
   "generate --workdir={ok} --prompts={in}/empty.txt": "{in}/empty.txt holds no prompt",
   "generate --workdir={ok} --prompts={in}/latin.txt": "{in}/latin.txt:1: not UTF-8 at byte 7",

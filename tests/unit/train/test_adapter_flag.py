@@ -71,6 +71,32 @@ def test_each_answers_as_its_run_does(runs):
   ]
 
 
+@pytest.mark.thorough
+def test_each_has_a_dialogue(tmp_path, monkeypatch):
+  said = [dict(role="user", content="a?"), dict(role="assistant", content="b!")]
+  (tmp_path / "chats.jsonl").write_text(f"{json.dumps({'messages': said})}\n" * 40)
+  config = on_texts(tmp_path, {
+    "data.paths": (f"{tmp_path}/chats.jsonl",), "data.format.name": "chat", "data.seq_len": 32,
+    "data.tokenizer": "bytes", "optimizer.learning_rate": 0.1,
+  })  # fmt: skip
+  train(config(), tmp_path / "base")
+  train(config(**LORA), tmp_path / "lora", InitialWeights.of(str(tmp_path / "base")))
+  of_run = f"--workdir={tmp_path}/lora"
+  printed_by("bridge", "export", of_run, f"--folder={tmp_path}/peft", "--format=peft")
+  lines = []
+  monkeypatch.setattr("builtins.input", lambda prompt: lines.pop(0) if lines else "/quit")
+
+  def answers(name, *flags):
+    lines[:] = ["a?", "and?"]
+    flags = (*flags, "--max_tokens=6", "--temperature=0")
+    return printed_by("chat", f"--workdir={tmp_path}/{name}", *flags).splitlines()
+
+  base, lora = answers("base"), answers("lora")
+  assert answers("base", f"--adapter=x={tmp_path}/peft") == [
+    "base:", base[0], "x:", lora[0], "base:", base[1], "x:", lora[1]
+  ]  # fmt: skip
+
+
 def test_what_has_no_adapter_is_not_copied_and_nothing_is_compiled_again(runs):
   at = lambda model: {
     x.addressable_shards[0].data.unsafe_buffer_pointer() for x in jax.tree.leaves(model)

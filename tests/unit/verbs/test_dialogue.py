@@ -40,7 +40,7 @@ def talk(dialogue, *lines):
       raise line
     return line
 
-  chat.talk(dialogue, read)
+  chat.talk({"": dialogue}, read)
   return left
 
 
@@ -51,6 +51,19 @@ def test_a_dialogue_goes_on_from_what_was_said(dialogue, capsys):
   second = answer_to(system, hi, Message("assistant", first), Message("user", "more"))
   third = answer_to(system, Message("user", "again"))
   assert capsys.readouterr().out == f"{first}\n{second}\n{third}\n\n"
+
+
+def test_each_model_answers_by_what_it_said_itself(dialogue, device, capsys):
+  other = chat.Dialogue(
+    Engine(FakeDevice(num_pages=90, max_pages_per_row=60), TOKENIZER), TOKENIZER, SAMPLING
+  )
+  list(other.say("before"))
+  turns, lines = [*other.turns, Message("user", "hi")], iter(["hi", "/reset", "hi"])
+  chat.talk({"base": dialogue, "x": other}, lambda: next(lines, "/quit"))
+  alone = answer_to(Message("user", "hi"))
+  assert capsys.readouterr().out == (
+    f"base:\n{alone}\nx:\n{answer_to(*turns)}\nbase:\n{alone}\nx:\n{alone}\n"
+  )
 
 
 def test_control_c_stops_an_answer_and_control_d_the_program(dialogue, device, capsys):
