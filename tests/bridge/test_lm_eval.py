@@ -112,8 +112,7 @@ def test_numbers_are_those_of_transformers_on_the_export(run, tasks, tmp_path):
 
 
 def test_the_run_alone_and_with_each_adapter_do_them(run, tasks, tmp_path):
-  lora = ("finetune.adapter=lora", f"data.tokenizer={run}/tokenizer.json")
-  flags = train_flags(tmp_path / "tuned", *settings(run.parent, 20), *lora)
+  flags = train_flags(tmp_path / "tuned", *settings(run.parent, 20), "finetune.adapter=lora")
   assert called("train", f"--init_from={run}", *flags).code == 0
   peft = ("--format=peft", f"--folder={tmp_path}/peft")
   assert called("bridge", "export", f"--workdir={tmp_path}/tuned", *peft).code == 0
