@@ -14,7 +14,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ats_jax.bridge.family import EXPERT, Family, Item, WeightRow, match_weights
+from ats_jax.bridge.family import (
+  EXPERT,
+  Family,
+  Item,
+  WeightRow,
+  match_weights,
+  to_ours,
+  to_theirs,
+)
 from ats_jax.bridge.folder import read_json
 from ats_jax.bridge.safetensors_file import Slot, Tensor, Writer, read_header
 from ats_jax.bridge.transforms import Same, Transposed
@@ -23,6 +31,7 @@ from ats_jax.config.schema import Config
 from ats_jax.config.schema.finetune import DoRA, FinetuneConfig, LoRA
 from ats_jax.model.adapters import fine_tuned, merged
 from ats_jax.model.layout import stacks
+from ats_jax.model.param import Param, Role, is_variable
 from ats_jax.store import paths
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -35,6 +44,7 @@ SUFFIXES = {
 OF_EMBEDDING = SUFFIXES | {"a": ".lora_embedding_A", "b": ".lora_embedding_B"}
 BASE = ".base_layer.weight"  # of a table beside whose adapter peft saves it too
 HEAD = f"{PREFIX}lm_head"
+ROUTER = ".mlp.router.weight"  # no module of a matrix: peft adapts the parameter
 # Of an embedding that is the head too: the head's adapter is that of the embedding transposed.
 TIED = {"a": HEAD + SUFFIXES["b"], "b": HEAD + SUFFIXES["a"]}
 # What may stand in a folder and changes what its adapters compute, with the value that is ours.
@@ -43,12 +53,10 @@ FIXED: Mapping[str, Any] = {
   "bias": "none",
   "lora_bias": False,
   "fan_in_fan_out": False,
-  "modules_to_save": None,
   "rank_pattern": {},
   "alpha_pattern": {},
   "layers_to_transform": None,
   "trainable_token_indices": None,
-  "target_parameters": None,
 }
 
 
@@ -129,6 +137,11 @@ def _factors(
       continue
     weight = weight if weight in whole else f"{weight}/weight"
     (item,) = match_weights(family, {weight: whole[weight].shape})
+    if item.theirs[0].endswith(ROUTER) and cfg.finetune.adapter.name == "dora":
+      raise ValueError(
+        f"{weight} is no module in a {family.name} model, and peft has no DoRA of a parameter. "
+        "Export the merged model."
+      )
     if not _is_module(item):
       raise ValueError(
         f"{weight} is no matrix of its own in a {family.name} model, so peft has no name for its "
@@ -143,19 +156,51 @@ def _is_module(item: Item) -> bool:
   if not isinstance(row, WeightRow):
     return False
   if "router" in item.ours.split("/"):
-    return row.theirs.endswith(".gate.weight")  # as models of experts have it that peft knows
+    return row.theirs.endswith((".gate.weight", ROUTER))  # as models have it that peft knows
   return isinstance(row.transform, Same if item.ours in ("embed", "head") else Transposed)
 
 
-def _tied(cfg: Config, factors: list[Factor]) -> dict[str, Factor]:
+def _saved(family: Family, model: Any, parts: Mapping[str, layout.StoredArray]) -> list[Item]:
+  """The weights that train themselves, which peft saves whole (`modules_to_save`).
+
+  Raises:
+    ValueError: for one that is not the weight of a module in the family.
+  """
+  is_own = lambda v: isinstance(v, Param) and v.role not in (Role.ADAPTER, Role.ADAPTER_OUT)
+  own = jax.tree.map(lambda v: jax.tree.map(lambda _: is_own(v), v), model, is_leaf=is_variable)
+  trains = jax.tree.leaves(own)
+  shapes = {
+    name: part.shape
+    for name, part in parts.items()
+    if trains[part.number] and "/adapter/" not in name
+  }
+  items = match_weights(family, shapes)
+  for item in items:
+    row = item.row
+    tensor = row.theirs if isinstance(row, WeightRow) else ""
+    is_tied = item.ours == "embed" and model.head is None
+    if not tensor.endswith(".weight") or EXPERT in tensor or is_tied:
+      raise ValueError(
+        f"{item.ours} trains itself (finetune.adapter.train), and is no module of its own in a "
+        f"{family.name} model that peft could save. Export the merged model."
+      )
+  return items
+
+
+def _of(family: Family, model: Any) -> Family:
+  """The family with the head of the model."""
+  return family if model.predicts else family.rating()
+
+
+def _tied(model: Any, factors: list[Factor]) -> dict[str, Factor]:
   """The tensors of a head that is the embedding, and of what each is the transpose."""
-  if not cfg.model.tie_embeddings:
+  if model.head is not None:
     return {}
   return {TIED[factor.kind]: factor for factor in factors if factor.item.ours == "embed"}
 
 
 def write(folder: Path, cfg: Config, family: Family, model: Any, *, base: str) -> int:
-  """Write the adapters of a model; the number of tensors.
+  """Write the adapters of a model, and what trains beside them; the number of tensors.
 
   Args:
     folder: it appears when it is complete.
@@ -169,13 +214,15 @@ def write(folder: Path, cfg: Config, family: Family, model: Any, *, base: str) -
   if folder.exists():
     raise ValueError(f"{folder} exists. Remove it or choose another folder.")
   leaves = jax.tree.leaves(model)
-  parts = layout.named_arrays(model, stacks=stacks(cfg))
+  parts, family = layout.named_arrays(model, stacks=stacks(cfg)), _of(family, model)
   factors = list(_factors(family, cfg, model, parts, adapter.rank))
+  saved = _saved(family, model, parts)
   unfinished = folder.with_name(folder.name + ".unfinished")
   unfinished.mkdir(parents=True, exist_ok=True)
-  tied, wide = _tied(cfg, factors), np.dtype(np.float32)
+  tied, wide = _tied(model, factors), np.dtype(np.float32)
   slots = [Slot(name, wide, f.their_shape) for f in factors for name in f.theirs]
   slots += [Slot(name, wide, f.their_shape[::-1]) for name, f in tied.items()]
+  slots += [Slot(PREFIX + item.theirs[0], wide, item.their_shape) for item in saved]
   with Writer(unfinished / WEIGHTS, slots) as writer:
     for factor in factors:
       array = _host(leaves, parts[factor.name])
@@ -184,11 +231,19 @@ def write(folder: Path, cfg: Config, family: Family, model: Any, *, base: str) -
     for name, factor in tied.items():
       (part,) = factor.to_theirs(_host(leaves, parts[factor.name]))
       writer.write(name, np.ascontiguousarray(part.T))
+    for item in saved:
+      for name, array in to_theirs([item], lambda item: _host(leaves, parts[item.ours])):
+        writer.write(PREFIX + name, np.ascontiguousarray(array))
   modules = {module for factor in factors for module in factor.modules}
+  parameters = sorted({n for f in factors for n in f.item.theirs if n.endswith(ROUTER)})
+  modules -= {name.removesuffix(".weight") for name in parameters}
   if not (cfg.finetune.layers or adapter.targets):  # then a last part means nothing else
     modules = {name.rpartition(".")[2] for name in modules}
   fields = _config(adapter, factors) | {"target_modules": sorted(modules)}
   fields |= {"base_model_name_or_path": base} | ({"ensure_weight_tying": True} if tied else {})
+  fields["target_parameters"] = parameters or None
+  fields["task_type"] = "CAUSAL_LM" if model.predicts else "SEQ_CLS"
+  fields["modules_to_save"] = [item.theirs[0].removesuffix(".weight") for item in saved] or None
   workdir.write_json(paths.parse(unfinished / CONFIG), fields)
   unfinished.rename(folder)
   return len(slots)
@@ -209,7 +264,6 @@ def _config(adapter: LoRA, factors: list[Factor]) -> dict[str, Any]:
   rs = adapter.scale == "rslora" and not experts
   return {
     **FIXED,
-    "task_type": "CAUSAL_LM",
     "r": adapter.rank,
     "lora_alpha": adapter.alpha if rs else adapter.factor * adapter.rank,
     "use_rslora": rs,
@@ -246,7 +300,8 @@ def read(folder: Path, cfg: Config, family: Family, model: Any, *, partly: bool 
       )
   _check_bases(folder, found, leaves)
   filled: list[Any] = list(leaves)
-  for number in {found.parts[factor.name].number for factor in found.factors}:
+  names = [*(factor.name for factor in found.factors), *(item.ours for item in found.saved)]
+  for number in {found.parts[name].number for name in names}:
     filled[number] = None
   targets = layout.named_arrays(
     jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), model),
@@ -266,6 +321,12 @@ def read(folder: Path, cfg: Config, family: Family, model: Any, *, partly: bool 
     array = array.astype(target.dtype)
     put = jax.make_array_from_callback(array.shape, target.sharding, lambda i, a=array: a[i])
     stream.put(filled, targets, {factor.name: put})
+  for item in found.saved:
+    target = targets[item.ours].target(item.ours)
+    of = lambda name: found.tensors[PREFIX + name].read()
+    array = to_ours(item, of, np.dtype(target.dtype))
+    put = jax.make_array_from_callback(array.shape, target.sharding, lambda i, a=array: a[i])
+    stream.put(filled, targets, {item.ours: put})
   return structure.unflatten(jax.tree.map(jnp.asarray, filled))
 
 
@@ -292,6 +353,11 @@ def config_with(folder: Path, cfg: Config, family: Family, model: Any) -> Config
   if cfg.model.tie_embeddings:
     targets[HEAD.removeprefix(PREFIX)] = targets["model.embed_tokens"]
   adapter, found = _stated(folder), dict[str, int]()
+  if whole := read_json(folder / CONFIG).get("modules_to_save"):
+    raise ValueError(
+      f"{folder / CONFIG}: modules_to_save is {whole!r}, whole weights in place of those of the "
+      "base. Begin a run with them (--init_adapter), or merge them with peft and import the result."
+    )
   for name in read_header(folder / WEIGHTS):
     ends = [end for end in (*SUFFIXES.values(), *OF_EMBEDDING.values()) if name.endswith(end)]
     module = name.removeprefix(PREFIX).removesuffix(ends[0] if ends else BASE)
@@ -355,6 +421,7 @@ class _Found(NamedTuple):
     parts: arrays of the model, by name.
     factors: those of adapters.
     tied: as `_tied` tells.
+    saved: as `_saved` tells.
   """
 
   tensors: dict[str, Tensor]
@@ -362,6 +429,7 @@ class _Found(NamedTuple):
   parts: Mapping[str, layout.StoredArray]
   factors: list[Factor]
   tied: dict[str, Factor]
+  saved: list[Item]
 
 
 def _found(folder: Path, cfg: Config, family: Family, model: Any, *, partly: bool) -> _Found:
@@ -374,16 +442,18 @@ def _found(folder: Path, cfg: Config, family: Family, model: Any, *, partly: boo
   assert isinstance(adapter, LoRA)
   tensors = read_header(folder / WEIGHTS)
   bases = {name: tensors.pop(name) for name in [*tensors] if name.endswith(BASE)}
-  parts = layout.named_arrays(model, stacks=stacks(cfg))
+  parts, family = layout.named_arrays(model, stacks=stacks(cfg)), _of(family, model)
   factors = list(_factors(family, cfg, model, parts, adapter.rank))
+  saved = _saved(family, model, parts)
   wanted = {name: f.their_shape for f in factors for name in f.theirs}
-  tied = _tied(cfg, factors)
+  tied = _tied(model, factors)
   if tied and not read_json(folder / CONFIG).get("ensure_weight_tying"):
     raise ValueError(
       f"{folder / CONFIG}: its adapter of the embedding is not that of the head, and this model "
       "has one table for both (model.tie_embeddings). Train it with ensure_weight_tying=true."
     )
   wanted |= {name: f.their_shape[::-1] for name, f in tied.items()}
+  wanted |= {PREFIX + item.theirs[0]: item.their_shape for item in saved}
   there = {name: tensor.shape for name, tensor in tensors.items()}
   names = there.keys() if partly else wanted.keys() | there.keys()
   if different := sorted(n for n in names if wanted.get(n) != there.get(n)):
@@ -395,7 +465,7 @@ def _found(folder: Path, cfg: Config, family: Family, model: Any, *, partly: boo
       f"{of(there)} in the folder, {of(wanted)} here. {'Name' if partly else settings} the model "
       "that it belongs to."
     )
-  return _Found(tensors, bases, parts, factors, tied)
+  return _Found(tensors, bases, parts, factors, tied, saved)
 
 
 def _check_bases(folder: Path, found: _Found, leaves: list[Any]) -> None:
@@ -433,6 +503,12 @@ def _stated(folder: Path) -> LoRA:
       raise ValueError(
         f"{folder / CONFIG}: {key} is {theirs.get(key)!r}, and this program has only {value!r}."
       )
+  parameters = theirs.get("target_parameters") or []
+  if others := [name for name in parameters if not name.endswith(ROUTER)]:
+    raise ValueError(
+      f"{folder / CONFIG}: target_parameters has {others[0]!r}, and this program has only those of "
+      f"routers ({ROUTER})."
+    )
   rank, alpha = theirs.get("r"), theirs.get("lora_alpha")
   if not (isinstance(rank, int) and rank > 0 and isinstance(alpha, int | float)):
     raise ValueError(

@@ -15,13 +15,14 @@ from ats_jax.bridge import gguf_file, hub, parity, programs
 from ats_jax.bridge.convert import ASIDE, COMPANIONS, import_folder
 from ats_jax.bridge.export import choose_family, export
 from ats_jax.bridge.family import shorten_names
-from ats_jax.bridge.folder import imported_fields
+from ats_jax.bridge.folder import imported_fields, is_model_folder
 from ats_jax.checkpoint import workdir
 from ats_jax.checkpoint.reader import find
 from ats_jax.cluster import runtime
 from ats_jax.config.build import resolve
 from ats_jax.config.names import flatten
 from ats_jax.data.tokens.file import load_tokenizer
+from ats_jax.inference.base import BASE
 from ats_jax.inference.load import as_data, fit_devices, load_run, restored_weights
 from ats_jax.sharding.mesh import make_mesh, on_mesh
 from ats_jax.step.program import make_program
@@ -180,7 +181,9 @@ def _export_peft(folder: Path, source: paths.Path) -> bool:
     cfg = run.program.cfg
     theirs = imported_fields(source / COMPANIONS)
     family = choose_family(cfg, _FAMILY.value, theirs.get("model_type", "")).fitted(flatten(cfg))
-    base = theirs.get("_name_or_path", "")
+    base = run.extra.get(BASE, {}).get("folder", "")
+    if not (base and is_model_folder(paths.parse(base))):
+      base = theirs.get("_name_or_path", "")
     number = peft_folder.write(folder, cfg, family, run.model, base=base)
   print(f"step {run.step} as {family.name}: {number} tensors of adapters")
   return True

@@ -201,6 +201,8 @@ TIED = {"finetune.adapter.targets": ("embedding", "attention"), "finetune.adapte
     ("gemma2", TIED),
     ("mixtral", {"finetune.adapter.targets": ("router",), "finetune.adapter.scale": "rslora"}),
     ("qwen3_moe", {"finetune.adapter.targets": ("router", "experts", "attention")}),
+    ("gpt_oss", {"finetune.adapter.targets": ("router", "attention")}),
+    ("gpt_oss", {"finetune.adapter.targets": ("router",)}),
   ],
 )
 def test_tables_and_routers_are_adapted_as_by_peft(name, changes, cases, tmp_path):

@@ -80,3 +80,23 @@ def test_the_adapters_of_another_table_are_refused(written, more):
   rewrite(folder, {TABLE: table})
   with pytest.raises(ValueError, match=r"base_layer\.weight .* is not the table of this model"):
     read()
+
+
+@pytest.mark.parametrize("train", [("norm",), ("bias",)])
+def test_what_trains_itself_is_saved_whole_or_refused(train, tmp_path):
+  settings = {name: value for name, value in TIED.items() if name.startswith("finetune")}
+  settings |= {"finetune.adapter.train": train, "model.qkv_bias": True}
+  cfg = canonical.config("dense", settings)
+  state, family = canonical.state(cfg), FAMILIES["qwen2"].fitted(flatten(cfg))
+  with jax.set_mesh(canonical.mesh()):
+    model = jax.tree.map(lambda x: x + 1, state.model)
+    args = (tmp_path / "peft", cfg, family, model)
+    if train == ("bias",):
+      with pytest.raises(ValueError, match=r"attn/q/bias trains itself .* Export the merged"):
+        peft_folder.write(*args, base="base")
+      return
+    peft_folder.write(*args, base="base")
+    fields = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    assert "model.layers.0.input_layernorm" in fields["modules_to_save"]
+    back = peft_folder.read(*args[:3], canonical.state(cfg).model)
+    jax.tree.map(np.testing.assert_array_equal, params_of(back), params_of(model))

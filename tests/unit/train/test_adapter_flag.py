@@ -137,6 +137,11 @@ WRONG = {
   ),
   "half of one": ({"tensors": {Q + "B.weight": None}}, r"has 1 tensors of an adapter, expected 2"),
   "no rank": ({"fields": {"r": None}}, r"r is None and lora_alpha 32\.0"),
+  "whole weights": ({"fields": {"modules_to_save": ["norm"]}}, "whole weights in place of those"),
+  "experts as one": (
+    {"fields": {"target_parameters": ["mlp.experts.gate_up_proj"]}},
+    r"has 'mlp\.experts\.gate_up_proj', and this program has only those of routers",
+  ),
   "a pattern": ({"fields": {"rank_pattern": {"q_proj": 4}}}, "rank_pattern is"),
 }
 
