@@ -322,7 +322,11 @@ class Supervisor(Watcher, MetricWriter):
       return state
     action.check(self._program.cfg)
     action.tell(self, step, decision.reason)
+    weighs = action.weighed and self._watch.probe is not None
+    before = self._held_loss(step, state) if weighs else 0.0
     changed = carry_out(action, state, self._program.cfg, saved)
+    if weighs:
+      self._teller.weighed(step, action, before, self._held_loss(step, changed))
     self._changed_step = step
     if self._comparison is not None:
       self._give_up(step, self._comparison, f"{action} comes before it")
@@ -331,6 +335,10 @@ class Supervisor(Watcher, MetricWriter):
     if action.edits:
       self._watch.edited(changed)
     return changed
+
+  def _held_loss(self, step: int, state: TrainState) -> float:
+    """The loss of the probe."""
+    return self._watch.scoring(self._program.rules(step))["held"](state.model)[""]
 
   def _give_up(self, step: int, comparison: Comparison, reason: str) -> None:
     """Drop a comparison under way."""

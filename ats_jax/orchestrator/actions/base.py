@@ -79,6 +79,7 @@ class Action:
     needs_saved: it replaces the state by an earlier one.
     replays: the batches since that state are trained on again, and not passed over.
     widens: its arm of a comparison multiplies without 8 bits.
+    weighed: the held-out loss right before and right after it is told.
     needs: a setting without which it does nothing.
   """
 
@@ -90,6 +91,7 @@ class Action:
   needs_saved: ClassVar[bool] = False
   replays: ClassVar[bool] = False
   widens: ClassVar[bool] = False
+  weighed: ClassVar[bool] = False
   needs: ClassVar[str] = ""
 
   def __init_subclass__(cls, *, abstract: bool = False) -> None:

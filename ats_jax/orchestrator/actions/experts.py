@@ -33,7 +33,7 @@ class LayerEdit(Action, abc.ABC, abstract=True):
   """
 
   edits = True
-  at_pause = True
+  at_pause = weighed = True
 
   layer: int
 

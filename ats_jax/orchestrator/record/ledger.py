@@ -41,7 +41,7 @@ from ats_jax.store.paths import Log, Path
 VERSION = 4
 KINDS = (
   "start", "resumed_from", "check", "bounded", "loss_scale", "comparison", "given_up", "waits",
-  "refused", "decision",
+  "refused", "decision", "weighed",
 )  # fmt: skip
 
 

@@ -60,6 +60,8 @@ def event(row: Mapping[str, Any]) -> str:
       return f"drops the comparison since step {row['first']:,}: {row['reason']}"
     case "waits":
       return f"does not yet do what a hook asked for, {ledger.action_of(row)}: {row['reason']}"
+    case "weighed":
+      return f"held-out loss {row['before']:.6g} before it, {row['after']:.6g} after"
     case "refused":
       return f"does not do what a hook asked for: {row['reason']}"
     case kind:

@@ -110,6 +110,17 @@ class Teller:
       decision.reason, decision.cause,
     )  # fmt: skip
 
+  def weighed(self, step: int, action: Action, before: float, after: float) -> None:
+    """What an action has done to the held-out loss, before any further step."""
+    self.note("weighed", step, action, before=before, after=after)
+    logging.info(
+      "orchestrator: step %d: %s: held-out loss %.6g before, %.6g after",
+      step,
+      action,
+      before,
+      after,
+    )
+
   def waits(self, step: int, request: Request, reason: str) -> None:
     """What a hook asked for is not done yet."""
     self.note("waits", step, request.action, reason=reason)

@@ -8,6 +8,7 @@ from helpers import random_rows
 
 from ats_jax.orchestrator import hooks
 from ats_jax.orchestrator.actions import (
+  MergeExperts,
   PruneExpert,
   RecycleExpert,
   ScaleTemperature,
@@ -16,6 +17,7 @@ from ats_jax.orchestrator.actions import (
 from ats_jax.orchestrator.actions.expert_view import find_layer, view_experts
 from ats_jax.orchestrator.constants import EXPERT_LOOKS, SPAN_LOOKS
 from ats_jax.orchestrator.record import ledger
+from ats_jax.orchestrator.record.narrate import tell
 from ats_jax.orchestrator.signals.experts import OpenExperts, moe_layers
 
 DEAD, LAYER = 2, 1
@@ -100,6 +102,20 @@ def test_recycling_computes_the_same(mesh):
   state = RecycleExpert(LAYER, DEAD).apply(state, CFG)
   after = program.eval_step(state.model, probe, program.rules(1))
   assert abs(float(after[0] - before[0])) / float(before[2]) < EXACT
+
+
+@pytest.mark.thorough
+def test_an_edit_is_told_with_the_held_out_loss_before_and_after_it(mesh, tmp_path, asked, caplog):
+  asked |= {8: MergeExperts(LAYER, 0, 1)}
+  run = Run(canonical.program(CFG), tmp_path / "decisions.jsonl")(16)
+  before = run.probe_loss()
+  caplog.set_level("INFO", logger="absl")
+  run.settle()
+  (row,) = run.lines("weighed")
+  assert (row["before"], row["after"]) == pytest.approx((before, run.probe_loss()), rel=1e-6)
+  assert row["before"] != row["after"]
+  assert f"{row['before']:.6g} before, {row['after']:.6g} after" in caplog.text
+  assert f"held-out loss {row['before']:.6g} before it" in "\n".join(tell(run.path))
 
 
 def test_closed_slots_are_not_starved_and_one_batch_is_not_an_interval(mesh):
