@@ -106,7 +106,8 @@ def restore_tree(
     try:
       chosen = process_0_decides(decide)
       assert chosen is not None
-      rest = rest_of(load_extra(directory, chosen))
+      with _deletion_is_told(directory, chosen):
+        rest = rest_of(load_extra(directory, chosen))
       _, part, extra = read(directory, chosen, rest.left_out(abstract), subtree, stacks)
       return chosen, rest.put_back(part), extra
     except DeletedError as e:
