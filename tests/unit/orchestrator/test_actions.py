@@ -134,7 +134,7 @@ def test_a_program_compiled_for_eight_devices_takes_what_actions_and_trials_make
     sharding = state.model.embed.weight[...].sharding
     ahead = lambda saved: NextUpdates(step, lambda: contextlib.nullcontext(iter([batch] * 2)))
     means = Means(CFG, ahead, look, None, program.catch_up, None, None, True, True, 0.0)
-    ended = comparison.end(5, state, means)
+    ended = comparison.end(5, state, means, most=10)
     assert ended.state.model.embed.weight[...].sharding == sharding
     assert int(ended.state.step) == 5 and float(ended.state.control.lr_scale) == 3.0
     assert ended.scores[0].held != ended.waiting.held and ended.made == 2

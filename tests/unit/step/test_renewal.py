@@ -124,5 +124,5 @@ def test_an_arm_that_passes_over_a_start_renews_too(mesh):
     means = Means(
       cfg, ahead, held, lambda *_: (1.0, 1.0), program.catch_up, good, None, True, True, 0.0
     )
-    comparison.end(8, now, means)
+    comparison.end(8, now, means, most=1)
     assert found.pop() == (7, updates)
