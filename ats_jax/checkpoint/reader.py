@@ -25,7 +25,7 @@ STATE = "state"  # folder of the arrays
 EXTRA = "extra.json"  # what was saved beside them
 SET_ASIDE = ".damaged"
 WENT_BACK = "resume_step"  # beside the checkpoints: the step that the run went back to
-# Of a file of arrays at most. Orbax's 2 GB are written and hashed by one thread each.
+# Of a file of arrays at most: each is hashed by one thread, and by default Orbax fills 2 GB.
 FILE_BYTES = 2**28
 MOST_TRIES = 8  # to read a newest checkpoint that a training deletes meanwhile
 

@@ -277,8 +277,7 @@ def load_run(
     options: how the engine works.
 
   Raises:
-    ValueError: if there is no run, no such checkpoint, none that is intact, or one
-      of another run.
+    ValueError: if there is no run, no such checkpoint, none that is intact, or one of another run.
   """
   folder = Path(folder)
   chosen = int(step) if step.isdecimal() else step

@@ -34,13 +34,13 @@ def verify(
 
   Args:
     of_model: what is static in all programs.
-    weights: of the model.
-    state: donated.
+    weights: as of `Programs.decode`, like all that is not said here.
+    state: likewise.
     guess_BK: int32 tokens that may follow; -1 = none.
-    of_rows: int32 [B, 2 + W] as of `decode`.
-    settings: of the rows.
-    allowed_V: bool, which tokens may come.
-    which: what is needed of the draw.
+    of_rows: int32 [B, 2 + W], not donated.
+    settings: likewise.
+    allowed_V: likewise.
+    which: likewise.
 
   Returns:
     The state, int32 [B] how many tokens were drawn, and these, each array as [B, T, ...].

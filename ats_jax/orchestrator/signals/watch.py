@@ -208,7 +208,7 @@ class Watch:
     if pending.sums is not None:
       times = self._changes.times_usual(pending.sums)
       metrics["orchestrator/tensor_change"] = float(np.max(times))
-      if reading.applied > 0.0:
+      if reading.applied > 0.0:  # else nothing should move
         self._moved = moved(times.tolist(), self._tensors)
     if self._experts is not None:
       reading = reading._replace(starved=self._experts.starved(jax.device_get(pending.loads)))

@@ -1,6 +1,8 @@
 """Texts with guessed tokens beside those without, on a real model."""
 
 import dataclasses
+import subprocess
+import sys
 
 import canonical
 import numpy as np
@@ -174,3 +176,12 @@ def test_a_text_that_repeats_itself_takes_fewer_steps(mesh):
 def test_layers_that_skip_tokens_are_refused(mesh):
   with pytest.raises(ValueError, match="layers of this model skip tokens"):
     engine_of(canonical.config("depths", LOUD), GUESSING)
+
+
+def test_without_guesses_nothing_of_them_is_imported():
+  script = (
+    "import sys, ats_jax.api, ats_jax.inference.engine.runner\n"
+    "print([n for n in ('lookup', 'verify') if f'ats_jax.inference.engine.{n}' in sys.modules])"
+  )
+  printed = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
+  assert printed.stdout.split() == [b"[]"]
