@@ -96,13 +96,14 @@ class Engine:
     self._scheduler = Scheduler(runner, share=share, draft=draft)
     self._texts: dict[int, _Text] = {}
     self._handles: collections.deque[Any] = collections.deque()  # of steps in flight
+    self._unsaid: collections.deque[tuple[Drawn, Tokens]] = collections.deque()
     self._events: collections.deque[Event] = collections.deque()
     self._next_id = 0
 
   @property
   def busy(self) -> bool:
     """Whether there are events to come."""
-    return bool(self._events or self._handles) or self._scheduler.busy
+    return bool(self._events or self._unsaid or self._handles) or self._scheduler.busy
 
   def submit(self, request: Request) -> int:
     """Take a request; its events have the id that is returned.
@@ -147,23 +148,31 @@ class Engine:
         yield self._events.popleft()
 
   def _advance(self) -> None:
-    """Start a step, and wait for the one before, or for this one if it is not kept ahead."""
-    started = False
-    if self._ahead or not self._handles:  # else a Ctrl-C came before it was read
-      with self._whole():
-        step = self._scheduler.plan()
-        started = bool(step.chunks or step.decode)
-        if started:
-          self._handles.append(self._runner.run(step))
-    if self._ahead and started and len(self._handles) == 1:
-      return  # the device has nothing else to do: let it have the next step at once
-    assert self._handles, "requests wait for nothing"
+    """Wait for a step and start another, as early as what it depends on is known."""
+    in_flight = bool(self._handles)
+    if in_flight and not self._ahead:
+      self._read()
+    started = self._start()
+    assert in_flight or started or self._unsaid, "requests wait for nothing"
+    if self._ahead and in_flight:  # else let the device have the next step at once
+      self._read()
+    while self._unsaid:  # only now, as the device computes meanwhile
+      self._say(*self._unsaid.popleft())
+
+  def _start(self) -> bool:
+    """Start the next step if there is one."""
+    with self._whole():
+      step = self._scheduler.plan()
+      if started := bool(step.chunks or step.decode):
+        self._handles.append(self._runner.run(step))
+    return started
+
+  def _read(self) -> None:
+    """Wait for the oldest step in flight."""
     tokens = self._runner.read(self._handles[0])
     with self._whole():
       self._handles.popleft()
-      for drawn in self._scheduler.complete(tokens):
-        if drawn.id in self._texts:  # else a token before it completed a stop
-          self._say(drawn, tokens)
+      self._unsaid.extend((drawn, tokens) for drawn in self._scheduler.complete(tokens))
 
   @contextlib.contextmanager
   def _whole(self) -> Iterator[None]:
@@ -179,6 +188,8 @@ class Engine:
 
   def _say(self, drawn: Drawn, tokens: Tokens) -> None:
     """Add the event of a token."""
+    if drawn.id not in self._texts:  # a token before it completed a stop
+      return
     text, finished = self._texts[drawn.id], drawn.finished
     ids, piece = (), ""
     if drawn.token is not None:

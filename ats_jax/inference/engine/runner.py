@@ -42,13 +42,12 @@ class _Part(NamedTuple):
 
   Attributes:
     rows: which rows these are; the program may have had more.
-    drawn: of each row a token, or with `counts` several, in a dimension behind that of rows.
-    counts: int32, how many of these there are of each row; None = one.
+    drawn: of each row a token, or where guesses were read several, in a dimension behind that of
+      rows, and -1 behind the last.
   """
 
   rows: list[int]
   drawn: Drawn
-  counts: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,7 +164,7 @@ class ModelRunner:
       from ats_jax.inference.engine.verify import verify  # here: few engines guess
 
       self._verify_program = jax.jit(
-        functools.partial(verify, of_model), donate_argnames="state", static_argnames="which"
+        functools.partial(verify, of_model, size.guess), donate_argnames="state", static_argnames="which"
       )
 
   def _empty(self) -> State:
@@ -201,16 +200,16 @@ class ModelRunner:
     if step.decode:
       rows = [row.row for row in step.decode]
       if any(row.guess for row in step.decode):
-        results.append(_Part(rows, *self._verify(step.decode)))
+        results.append(_Part(rows, self._verify(step.decode)))
       else:
         results.append(_Part(rows, self._decode(step.decode)))
-    for array in jax.tree.leaves([(drawn, counts) for _, drawn, counts in results]):
+    for array in jax.tree.leaves([drawn for _, drawn in results]):
       array.copy_to_host_async()
     return results
 
   def read(self, handle: list[_Part]) -> Tokens:
     """Wait for a step."""
-    asked = [d.likeliest_BN.shape[-1] for _, d, _ in handle if d.likeliest_BN is not None]
+    asked = [d.likeliest_BN.shape[-1] for _, d in handle if d.likeliest_BN is not None]
     wide, shape = max(asked, default=0), (self.max_rows, 1 + self._size.guess)
     tokens = Tokens(
       np.ones(self.max_rows, np.int32),
@@ -219,13 +218,13 @@ class ModelRunner:
       np.zeros((*shape, wide), np.int32),
       np.zeros((*shape, wide), np.float32),
     )
-    for rows, drawn, counts in handle:
-      if counts is not None:
-        tokens.counts[rows] = np.asarray(counts)[: len(rows)]
+    for rows, drawn in handle:
+      several = drawn.id_B.ndim > 1
       for into, array in zip(tokens[1:], drawn, strict=True):
         if array is not None:
-          where = (rows, 0) if counts is None else rows
-          into[where] = np.asarray(array)[: len(rows)]
+          into[rows if several else (rows, 0)] = np.asarray(array)[: len(rows)]
+      if several:
+        tokens.counts[rows] = np.sum(tokens.ids[rows] >= 0, axis=1)
     return tokens
 
   def _read_chunk(self, chunk: Chunk) -> Drawn:
@@ -270,16 +269,18 @@ class ModelRunner:
     self._next = following, array
     return drawn
 
-  def _verify(self, rows: Sequence[Row]) -> tuple[Drawn, jax.Array]:
-    """Draw more tokens of each of some rows, and say how many of each."""
+  def _verify(self, rows: Sequence[Row]) -> Drawn:
+    """Draw more tokens of each of some rows."""
     of_rows, settings, which = self._of_rows(rows, wide=False)
     guess = np.full((len(of_rows), self._size.guess), -1, np.int32)
     for number, row in enumerate(rows):
       guess[number, : len(row.guess)] = row.guess
-    self._state, counts, drawn = self._verify_program(
-      self._weights, self._state, guess, of_rows, settings, self._allowed_V, which=which
-    )
-    return drawn, counts
+    # In one array, as each takes the host its time, for which the device waits here.
+    self._state, drawn = self._verify_program(
+      self._weights, self._state, np.concatenate([guess, of_rows], axis=1), settings,
+      self._allowed_V, which=which,
+    )  # fmt: skip
+    return drawn
 
   def _of_rows(self, rows: Sequence[Row], *, wide: bool) -> tuple[np.ndarray, Settings, Draw]:
     """What programs for several rows take, filled up to a number for which one is compiled."""

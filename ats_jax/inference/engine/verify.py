@@ -21,32 +21,34 @@ from ats_jax.inference.engine.sampling import Draw, Drawn, Settings, draw
 
 def verify(
   of_model: Programs,
+  most: int,
   weights: list[jax.Array],
   state: State,
-  guess_BK: jax.Array,
   of_rows: jax.Array,
   settings: Settings,
   allowed_V: jax.Array,
   *,
   which: Draw,
-) -> tuple[State, jax.Array, Drawn]:
+) -> tuple[State, Drawn]:
   """Feed the last token of each row and a guess, and draw as many as are right and one more.
 
   Args:
     of_model: what is static in all programs.
+    most: K.
     weights: as of `Programs.decode`, like all that is not said here.
     state: likewise.
-    guess_BK: int32 tokens that may follow; -1 = none.
-    of_rows: int32 [B, 2 + W], not donated.
+    of_rows: int32 [B, K + 2 + W]: tokens that may follow, -1 = none, before what `Programs.decode`
+      takes; not donated.
     settings: likewise.
     allowed_V: likewise.
     which: likewise.
 
   Returns:
-    The state, int32 [B] how many tokens were drawn, and these, each array as [B, T, ...].
+    The state, and what was drawn, each array as [B, T, ...]; ids behind the last one are -1.
   """
+  guess_BK, of_rows = of_rows[:, :most], of_rows[:, most:]
   row_B, start_B, table_BW = of_rows[:, 0], of_rows[:, 1], of_rows[:, 2:]
-  rows, tokens = len(row_B), 1 + guess_BK.shape[1]
+  rows, tokens = len(row_B), 1 + most
   model, view = of_model.model(weights), View(table_BW, of_model.kernels, whole=False)
   ids_BT = jnp.concatenate([state.token_R[row_B][:, None], jnp.maximum(guess_BK, 0)], axis=1)
   place_T, last_B = jnp.arange(tokens), jnp.sum(guess_BK >= 0, axis=1)
@@ -70,7 +72,7 @@ def verify(
   right_B = jnp.sum(jnp.cumprod(id_BT[:, :-1] == guess_BK, axis=1), axis=1)
   token_B = jnp.take_along_axis(id_BT, right_B[:, None], axis=1)[:, 0]
   state = state._replace(token_R=state.token_R.at[row_B].set(token_B))
+  is_drawn_BT = place_T <= right_B[:, None]
   if state.counts_RV is not None:
-    counted_BT = 2 * (place_T <= right_B[:, None])
-    state = state._replace(counts_RV=state.counts_RV.at[row_B[:, None], id_BT].add(counted_BT))
-  return state, right_B + 1, drawn
+    state = state._replace(counts_RV=state.counts_RV.at[row_B[:, None], id_BT].add(2 * is_drawn_BT))
+  return state, drawn._replace(id_B=jnp.where(is_drawn_BT, id_BT, -1))
