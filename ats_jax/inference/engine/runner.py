@@ -164,7 +164,9 @@ class ModelRunner:
       from ats_jax.inference.engine.verify import verify  # here: few engines guess
 
       self._verify_program = jax.jit(
-        functools.partial(verify, of_model, size.guess), donate_argnames="state", static_argnames="which"
+        functools.partial(verify, of_model, size.guess),
+        donate_argnames="state",
+        static_argnames="which",
       )
 
   def _empty(self) -> State:
