@@ -204,6 +204,16 @@ def test_right_guesses_save_steps_and_wrong_ones_change_no_text():
   assert steps[1] < 0.8 * steps[0] and steps[3] < 0.8 * steps[2]
 
 
+@pytest.mark.parametrize("guesses", [False, True])
+def test_the_device_has_its_next_step_before_a_text_is_told(guesses):
+  device, asked = FakeDevice(), request("abcdefgh", max_tokens=9, seed=1)
+  draft = Foresight({0: asked}) if guesses else None
+  engine = Engine(device, TOKENIZER, draft=draft)
+  engine.submit(asked)
+  assert not next(engine.events()).finished
+  assert engine._handles
+
+
 def test_a_prompt_that_came_before_is_read_from_its_last_page_on():
   device = FakeDevice()
   engine = Engine(device, TOKENIZER)
