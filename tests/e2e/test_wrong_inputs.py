@@ -121,7 +121,7 @@ SETTINGS = {
     "Use at least 259, or 0",
   ),
   "data.tokenizer={in}/no.json": (
-    "data.tokenizer='{in}/no.json' is neither 'bytes', 'bpe' nor an existing",
+    "data.tokenizer is '{in}/no.json', and there is no such file. Expected 'bytes', 'bpe' or",
   ),
   "data.tokenizer={in}/tokenizer.json": (
     "{in}/tokenizer.json' is not a tokenizer.json: it has no field 'model'",

@@ -11,7 +11,6 @@ from ats_jax.config.schema.reading import READINGS, Reading
 from ats_jax.config.schema.row_order import ROW_ORDERS, RowOrderConfig
 from ats_jax.config.schema.setting import Condition, Table, of_flags, section, setting, when
 from ats_jax.config.schema.text_format import FORMATS, Format
-from ats_jax.store import paths
 
 _MIXED = when("data.sources")
 
@@ -136,12 +135,10 @@ class DataConfig:
     return self.format.AUTO_PACKING if self.packing == "auto" else self.packing
 
   def check(self, cfg: Any) -> None:
-    """Refuse what is no tokenizer, a filter named twice, and sources and phases that cannot be."""
-    if self.tokenizer not in ("bytes", "bpe") and not paths.parse(self.tokenizer).is_file():
-      raise ValueError(
-        f"data.tokenizer={self.tokenizer!r} is neither 'bytes', 'bpe' nor an existing file: a "
-        "tokenizer.json, a .model of SentencePiece or a .tiktoken file."
-      )
+    """Refuse a filter named twice, and sources and phases that cannot be.
+
+    Not a `tokenizer` that is gone: a run is read with the one in its workdir.
+    """
     rules.is_local(cfg, "data.cache_dir")
     if self.overlap >= self.seq_len:
       raise ValueError(

@@ -151,7 +151,6 @@ def test_rules_that_join_settings():
       {"log.writers": ("console", "xml")},
       "log.writers='xml' is unknown. Choose one of: console, jsonl",
     ),
-    ({"data.tokenizer": "/no/such.json"}, "data.tokenizer='/no/such.json' is neither 'bytes'"),
     (
       {"precision.fp8": True, "precision.fp8_keep_first": 3, "model.num_layers": 4},
       "fp8_keep_first=3 and fp8_keep_last=1 leave none of 4 layers for 8 bits",

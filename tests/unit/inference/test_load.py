@@ -53,9 +53,8 @@ def test_hosts_are_counted_anew():
   assert (fitted.mesh.expert, fitted.moe.exchange.hosts) == (2, 0)
 
 
-@pytest.fixture
-def trained(tmp_path):
-  """The workdir of a run of one step."""
+def one_step(tmp_path, name, changes):
+  """Train a step in a new workdir."""
   (tmp_path / "text.txt").write_text("alpha beta gamma " * 300)
   settings = {
     "num_steps": 1,
@@ -65,8 +64,14 @@ def trained(tmp_path):
     "log.progress": False,
     "sample.max_tokens": 0,
   }
-  train(tiny_config(settings), tmp_path / "run")
-  yield tmp_path / "run"
+  train(tiny_config(settings | changes), tmp_path / name)
+  return tmp_path / name
+
+
+@pytest.fixture
+def trained(tmp_path):
+  """The workdir of a run of one step."""
+  yield one_step(tmp_path, "run", {})
   jax.config.update("jax_enable_compilation_cache", True)  # `train` turned it off for its process
 
 
@@ -110,6 +115,14 @@ def test_a_checkpoint_is_used_with_the_settings_that_it_was_made_with(trained, m
   monkeypatch.setattr(load, "settings_of", lambda *_: {"optimizer.learning_rate": rate})
   with load_run(trained) as run:
     assert (run.step, run.program.cfg.optimizer.learning_rate) == (1, rate[0])
+
+
+def test_a_run_is_loaded_without_the_file_that_its_tokenizer_came_from(trained, tmp_path):
+  file = str(shutil.copy(trained / workdir.TOKENIZER, tmp_path / "own.json"))
+  folder = one_step(tmp_path, "other", {"data.tokenizer": file})
+  (tmp_path / "own.json").unlink()
+  with load_run(folder) as run:
+    assert run.tokenizer.encode("a") == [97]
 
 
 def base():
