@@ -4,6 +4,19 @@ import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+E4M3_BIAS = tl.constexpr(256.0)  # 2^(15 - 7): exponents of float16 and e4m3 are told from these
+
+
+@triton.jit
+def widened(tile, dtype: tl.constexpr, e4m3: tl.constexpr):
+  """A tile in `dtype`; int8 that is the bits of e4m3 comes divided by `E4M3_BIAS`.
+
+  By integers, as GPUs before sm_89 have no instruction for it. NaN becomes 480; its scale is NaN.
+  """
+  if e4m3:
+    bits = tile.to(tl.int16)  # with its sign in the highest bit, as in float16
+    tile = ((bits & -0x8000) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
+  return tile.to(dtype)
 
 
 @triton.jit
@@ -24,6 +37,7 @@ def paged_attention(
   window: tl.constexpr,
   soft_cap: tl.constexpr,
   scale: tl.constexpr,
+  e4m3: tl.constexpr,
   block_m: tl.constexpr,
   block_n: tl.constexpr,
 ):
@@ -32,10 +46,12 @@ def paged_attention(
   q [rows, heads, width], pages [pages, page, kv_heads, keys and values of width], their scales
   [pages, page, kv_heads, 2] or None, table [rows, row_pages], lengths [rows] with the token itself;
   parts [rows, kv_heads, splits, group, width] and lse [rows, kv_heads, splits, group] in float32,
-  with a group of heads / kv_heads. A part without a key is 0, and has an lse of -inf.
+  with a group of heads / kv_heads. A part without a key is 0, and has an lse of -inf. With `e4m3`
+  pages in int8 are the bits of that format.
   """
   row, head = tl.program_id(0) // kv_heads, tl.program_id(0) % kv_heads
   group: tl.constexpr = heads // kv_heads
+  bias: tl.constexpr = E4M3_BIAS if e4m3 else 1.0
   length = tl.load(lengths + row)
   first = 0
   if window > 0:
@@ -57,10 +73,11 @@ def paged_attention(
     seen = (tokens < end) & (tokens >= first)
     k_tile = tl.load(pages + where, mask=seen[:, None], other=0)
     v_tile = tl.load(pages + where + width, mask=seen[:, None], other=0)
-    s = tl.dot(q_tile, tl.trans(k_tile.to(q_tile.dtype)), input_precision="ieee") * scale
+    k_tile = widened(k_tile, q_tile.dtype, e4m3)
+    s = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale
     if scales is not None:
       of_slots = scales + (slots * kv_heads + head) * 2
-      s *= tl.load(of_slots, mask=seen, other=0.0).to(tl.float32)[None, :]
+      s *= tl.load(of_slots, mask=seen, other=0.0).to(tl.float32)[None, :] * bias
     if soft_cap > 0:
       s = soft_cap * (2 * tl.sigmoid(2 * s / soft_cap) - 1)
     s = tl.where(seen[None, :], s * LOG2_E, float("-inf"))
@@ -70,8 +87,8 @@ def paged_attention(
     fade = tl.exp2(top - finite)
     total = total * fade + tl.sum(p, 1)
     if scales is not None:
-      p *= tl.load(of_slots + 1, mask=seen, other=0.0).to(tl.float32)[None, :]
-    v_tile = v_tile.to(q_tile.dtype)
+      p *= tl.load(of_slots + 1, mask=seen, other=0.0).to(tl.float32)[None, :] * bias
+    v_tile = widened(v_tile, q_tile.dtype, e4m3)
     y = tl.dot(p.to(v_tile.dtype), v_tile, y * fade[:, None], input_precision="ieee")
     top = higher
   some = total > 0

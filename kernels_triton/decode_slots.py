@@ -25,10 +25,20 @@ def paged_attention_int8(
   return _attention(arrays | {"table": table_BW, "lengths": length_B}, window, soft_cap)
 
 
-def _attention(arrays, window, soft_cap) -> jax.Array:
+def paged_attention_fp8(
+  q_BNH, pages_GPKX, scales_GPK2, table_BW, length_B, *, window, soft_cap
+) -> jax.Array:
+  """Likewise of pages in float8_e4m3fn."""
+  bits_GPKX = jax.lax.bitcast_convert_type(pages_GPKX, jnp.int8)
+  arrays = {"q": q_BNH, "pages": bits_GPKX, "scales": scales_GPK2}
+  arrays |= {"table": table_BW, "lengths": length_B}
+  return _attention(arrays, window, soft_cap, e4m3=True)
+
+
+def _attention(arrays, window, soft_cap, *, e4m3=False) -> jax.Array:
   q_BNH, scaled = arrays["q"], "scales" in arrays
   shapes = q_BNH.shape, arrays["pages"].shape, arrays["table"].shape[1]
-  launch = plan.paged_attention(*shapes, window, soft_cap, scaled=scaled)
+  launch = plan.paged_attention(*shapes, window, soft_cap, scaled=scaled, e4m3=e4m3)
   sizes = launch.constants
   rows, heads, width = q_BNH.shape
   kv_heads, splits = sizes["kv_heads"], sizes["splits"]

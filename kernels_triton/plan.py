@@ -171,6 +171,7 @@ def paged_attention(
   soft_cap: float | None,
   *,
   scaled: bool = False,
+  e4m3: bool = False,
 ) -> Launch:
   """Attention of one token a row to keys and values in pages.
 
@@ -181,6 +182,7 @@ def paged_attention(
     window: as in `ops.attention.causal.attention`, as the soft cap.
     soft_cap: of scores, or None.
     scaled: the pages have scales.
+    e4m3: they are the bits of that format, in int8.
   """
   (rows, heads, width), (_, page, kv_heads, _) = q_shape, pages_shape
   splits = max(1, min(row_pages, PROGRAMS // (rows * kv_heads), 32))
@@ -194,6 +196,7 @@ def paged_attention(
     "window": window or 0,
     "soft_cap": float(soft_cap or 0),
     "scale": width**-0.5,
+    "e4m3": e4m3,
     "block_m": max(16, 1 << (heads // kv_heads - 1).bit_length()),
   }
   if not scaled:

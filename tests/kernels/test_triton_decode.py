@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import triton_interpreter
 
-from ats_jax.ops.attention.paged import narrowed, paged_attention
+from ats_jax.ops.attention.paged import narrowed, paged_attention, slot_of
 from ats_jax.ops.registry import Kernels
 from kernels_triton import decode_slots, plan
 
@@ -32,7 +32,7 @@ def drawn(seed, *shape):
   [({}, 264), ({}, 36), ({}, 12), ({"window": 40}, 264), ({"soft_cap": 2.0}, 264)],
   ids=str,
 )
-@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "int8", "float8_e4m3fn"])
 def test_attention_of_one_token_to_pages(dtype, options, programs, interpreter, monkeypatch):
   monkeypatch.setattr(decode_slots, "call", interpreter(block_n=32))
   monkeypatch.setattr(plan, "PROGRAMS", programs)  # so 5 parts of a row, 3, or 1
@@ -47,14 +47,12 @@ def test_attention_of_one_token_to_pages(dtype, options, programs, interpreter, 
     unread = jnp.asarray(at >= length)[..., None, None]
     k = k.at[table[row]].set(jnp.where(unread, 1e4, k[table[row]]))
   pages = [jnp.concatenate([k, v], axis=-1)]
-  slot = "one_token"
-  if dtype == "int8":
+  if dtype != "float32":
     of_parts = zip(*(narrowed(x, jnp.dtype(dtype)) for x in (k, v)), strict=True)
     pages = [jnp.concatenate(of, axis=-1) for of in of_parts]
-    slot = "one_token_int8"
   lengths = jnp.array(LENGTHS, jnp.int32)
   want = paged_attention(q, pages, table, lengths[:, None] - 1, **options)
-  kernels = Kernels(((f"paged_attention.{slot}", "triton"),))
+  kernels = Kernels(((f"paged_attention.{slot_of(pages[0].dtype)}", "triton"),))
   run = lambda *args: paged_attention(*args, kernels=kernels, **options)
   got = jax.jit(run)(q, pages, table, lengths[:, None] - 1)
   np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
