@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from ats_jax.config.schema import Config
 from ats_jax.config.schema.setting import Condition, when
 from ats_jax.ops import requirements
-from ats_jax.ops.attention import chunked, cudnn, triton
+from ats_jax.ops.attention import chunked, cudnn, splash, triton
 from ats_jax.ops.requirements import Device
 from kernels_cuda import (
   adamw,
@@ -131,6 +131,13 @@ OPS: dict[str, Op] = {
       default=("forward",),
       why="1.0 to 1.3 times FlexAttention's speed on an H200, heads of 128, both passes",
       obstacle=requirements.triton_attention,
+    ),
+    Kernel(
+      "splash",
+      {"forward": splash.flash_attention},
+      default=("forward",),
+      why="flash attention for TPUs, of JAX; compiled for v5e and v6e, and not run",
+      obstacle=requirements.splash_attention,
     ),
     Kernel(
       "chunked",

@@ -70,13 +70,8 @@ def test_xla_matches_one_token_at_a_time(mesh, kv_heads, window, soft_cap, sinks
   np.testing.assert_allclose(got, reference(q, k, v, segments, sinks=sinks, **rule), RTOL, ATOL)
 
 
-@pytest.mark.parametrize(("window", "soft_cap", "sinks"), [(None, None, SINKS), (6, 0.7, None)])
-def test_chunks_of_queries_change_neither_value_nor_gradient(
-  monkeypatch, mesh, window, soft_cap, sinks
-):
-  monkeypatch.setattr(chunked, "CHUNK", 7)
-  q, k, v = make_qkv(len(LENGTHS), 4, 2)
-  segments, _ = pack(LENGTHS, SEQ)
+def agree(implementation, qkv, segments, window, soft_cap, sinks):
+  """Values and gradients are those of scores that are all in memory."""
 
   @functools.partial(jax.jit, static_argnums=0)
   def results(implementation, q, k, v, sinks_N):
@@ -89,9 +84,34 @@ def test_chunks_of_queries_change_neither_value_nor_gradient(
     return y, pull(jnp.cos(y))
 
   sinks_N = None if sinks is None else jnp.array(sinks)
-  found, want = (results(name, q, k, v, sinks_N) for name in ("chunked", "xla"))
+  found, want = (results(name, *qkv, sinks_N) for name in (implementation, "xla"))
   for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
     np.testing.assert_allclose(a, b, RTOL, ATOL)
+
+
+@pytest.mark.parametrize(("window", "soft_cap", "sinks"), [(None, None, SINKS), (6, 0.7, None)])
+def test_chunks_of_queries_change_neither_value_nor_gradient(
+  monkeypatch, mesh, window, soft_cap, sinks
+):
+  monkeypatch.setattr(chunked, "CHUNK", 7)
+  q, k, v = make_qkv(len(LENGTHS), 4, 2)
+  segments, _ = pack(LENGTHS, SEQ)
+
+  agree("chunked", (q, k, v), segments, window, soft_cap, sinks)
+
+
+@pytest.mark.parametrize(
+  ("window", "soft_cap", "sinks"), [(None, None, None), (40, None, SINKS), (None, 5.0, None)]
+)
+def test_splash_attention_changes_neither_value_nor_gradient(
+  monkeypatch, mesh, window, soft_cap, sinks
+):
+  from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+  make = functools.partial(splash.make_splash_mha_single_device, interpret=True)
+  monkeypatch.setattr(splash, "make_splash_mha_single_device", make)
+  segments, _ = pack([[100, 100, 30], [256]], 256)
+  agree("splash", make_qkv(2, 4, 2, seq=256), segments, window, soft_cap, sinks)
 
 
 def test_scores_of_one_chunk_at_a_time_are_in_memory(mesh):
@@ -268,7 +288,8 @@ def config_for(**changes):
     ({}, ("cpu",), "xla", "cuDNN runs on NVIDIA GPUs, this is cpu"),
     ({"ops__strict": True}, ("cpu",), "xla", "reference"),
     ({}, ("tpu",), "xla", "this is tpu"),
-    (LONG, ("tpu",), "chunked", "this is tpu"),
+    (LONG, ("tpu",), "splash", "flash attention for TPUs"),
+    ({"data__seq_len": 2056}, ("tpu",), "chunked", "this is tpu"),
     (LONG, AMPERE, "triton", "FlexAttention's speed"),
     ({"ops__strict": True}, AMPERE, "triton", "FlexAttention's speed"),
     ({"ops__kernels": {"attention": "triton"}}, AMPERE, "triton", "ops.kernels=attention=triton"),

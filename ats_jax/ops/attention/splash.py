@@ -1,0 +1,54 @@
+"""Causal attention over packed rows on a TPU, by the splash attention kernel that JAX comes with.
+
+Letters: B batch, T queries and keys, N query heads, K key/value heads, H head_dim, V width of a
+value.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from ats_jax.ops.remat import ATTENTION_RESULTS
+
+BLOCKS = (512, 256, 128)  # queries and keys of a tile: the first of which a row is a multiple
+
+
+def flash_attention(
+  q_BTNH: jax.Array,
+  k_BTKH: jax.Array,
+  v_BTKV: jax.Array,
+  segment_ids_BT: jax.Array,
+  sinks_N: jax.Array | None,
+  *,
+  max_segments: int,
+  window: int | None,
+  soft_cap: float | None,
+) -> jax.Array:
+  """`ops.attention.causal.attention` of local arrays; rows of a multiple of 128 tokens."""
+  from jax.experimental.pallas.ops.tpu import splash_attention as splash  # here: for TPUs alone
+
+  seq, heads, width = q_BTNH.shape[1:]
+  square = seq, seq
+  mask = splash.CausalMask(square)
+  if window is not None:
+    mask = splash.LocalMask(square, (window - 1, 0), offset=0)
+  block = next(size for size in BLOCKS if seq % size == 0)
+  forward = "block_q", "block_kv", "block_kv_compute"
+  backward = "block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute", "block_q_dq", "block_kv_dq"
+  attend = splash.make_splash_mha_single_device(
+    splash.MultiHeadMask([mask] * heads),
+    block_sizes=splash.BlockSizes(**dict.fromkeys((*forward, *backward), block)),
+    attn_logits_soft_cap=soft_cap,
+    # Both results have one name. A remat policy keeps whatever has one of the names.
+    residual_checkpoint_name=ATTENTION_RESULTS[0],
+  )
+  sinks = None if sinks_N is None else sinks_N.astype(jnp.float32)
+
+  def attend_row(q_NTH, k_KTH, v_KTV, segment_ids_T):
+    is_one = max_segments == 1
+    ids = None if is_one else splash.SegmentIds(segment_ids_T, segment_ids_T)
+    return attend(q_NTH, k_KTH, v_KTV, ids, sinks)
+
+  scaled_BTNH = (q_BTNH.astype(jnp.float32) * width**-0.5).astype(q_BTNH.dtype)
+  by_head = [jnp.swapaxes(x, 1, 2) for x in (scaled_BTNH, k_BTKH, v_BTKV)]
+  y_BNTV = jax.vmap(attend_row)(*by_head, segment_ids_BT)
+  return jnp.swapaxes(y_BNTV, 1, 2).astype(q_BTNH.dtype)
