@@ -5,8 +5,9 @@ oldest keeps its pages until it ends: when pages run out, the newest gives its o
 has written is computed again when there is room. That every request ends follows.
 
 The host plans a step before it knows what the step before has drawn. A text that turns out to have
-ended there has one more token in the planned step, which is dropped. With a draft it does not: what
-follows can only be guessed from all tokens so far, and a guess decides which positions come next.
+ended there has one more token in the planned step, which is dropped. With a draft that step is read
+first: what follows can only be guessed from all tokens so far, and a guess decides which positions
+come next.
 """
 
 import collections
