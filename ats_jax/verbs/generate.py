@@ -94,7 +94,8 @@ def _answer_all(run: TrainedRun, given: dict[str, Any], name: str, prompts: list
   engine = run.engine(rows=min(ROWS, len(requests)))
   for row in answers(engine, prompts, requests):
     row |= {"adapter": name} if name else {}
-    print(json.dumps(row, ensure_ascii=False), flush=True)
+    # In one piece with its end: between the two a Ctrl-C would leave half a line.
+    print(f"{json.dumps(row, ensure_ascii=False)}\n", end="", flush=True)
 
 
 COMMANDS = {"": cli.Command(main, FLAGS, __doc__)}
