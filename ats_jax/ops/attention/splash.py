@@ -44,11 +44,13 @@ def flash_attention(
   sinks = None if sinks_N is None else sinks_N.astype(jnp.float32)
 
   def attend_row(q_NTH, k_KTH, v_KTV, segment_ids_T):
-    is_one = max_segments == 1
-    ids = None if is_one else splash.SegmentIds(segment_ids_T, segment_ids_T)
+    several = max_segments > 1
+    ids = splash.SegmentIds(segment_ids_T, segment_ids_T) if several else None
     return attend(q_NTH, k_KTH, v_KTV, ids, sinks)
 
   scaled_BTNH = (q_BTNH.astype(jnp.float32) * width**-0.5).astype(q_BTNH.dtype)
-  by_head = [jnp.swapaxes(x, 1, 2) for x in (scaled_BTNH, k_BTKH, v_BTKV)]
-  y_BNTV = jax.vmap(attend_row)(*by_head, segment_ids_BT)
-  return jnp.swapaxes(y_BNTV, 1, 2).astype(q_BTNH.dtype)
+  by_head = lambda x: jnp.swapaxes(x, 1, 2)
+  y_BNTV = jax.vmap(attend_row)(
+    by_head(scaled_BTNH), by_head(k_BTKH), by_head(v_BTKV), segment_ids_BT
+  )
+  return by_head(y_BNTV).astype(q_BTNH.dtype)
