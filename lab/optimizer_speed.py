@@ -27,7 +27,7 @@ from ats_jax.model.param import trainable
 from ats_jax.planner.abstract import device_bytes, resolve_without_data
 from ats_jax.sharding.mesh import make_mesh, on_mesh
 from ats_jax.step.program import make_program
-from lab.runs import llama_8b
+from lab.runs import llama_8b, named_values
 
 RUNS = 5  # of which the median counts
 GB = 1e9
@@ -39,7 +39,7 @@ _VOCAB = flags.DEFINE_integer("vocab", 128_256, "Tokens of the vocabulary.", low
 _DTYPE = flags.DEFINE_string("param_dtype", "float32", "Of parameters and gradients.")
 _DEVICES = flags.DEFINE_integer("devices", 1, "That share the layers (mesh.fsdp).", lower_bound=1)
 _UPDATES = flags.DEFINE_integer("updates", 10, "Updates in a row, of a run.", lower_bound=1)
-_SET = flags.DEFINE_list("set", [], "NAME=VALUE of settings of all optimizers.")
+_SET = flags.DEFINE_multi_string("set", [], "NAME=VALUE,... of all optimizers.")
 
 
 class Row(NamedTuple):
@@ -64,7 +64,7 @@ def config_of(name: str) -> Config:
       "mesh": {"fsdp": _DEVICES.value},
     }
   )
-  changes = dict(text.split("=", 1) for text in _SET.value)
+  changes = named_values(_SET.value)
   if name == "schedule_free":
     changes["optimizer.schedule"] = "constant"
   values = edited(config.to_dict())

@@ -31,7 +31,7 @@ from ats_jax.config.file import load_file
 from ats_jax.config.text import parse
 from ats_jax.config.tree import edited
 from ats_jax.metrics.rows import read_jsonl
-from lab.runs import finished, markdown
+from lab.runs import finished, markdown, named_values
 
 EXTENSIONS = 2  # rates beyond those given, each a factor of two further
 _OUT = flags.DEFINE_string("out", None, "Folder of runs, each with its row.", required=True)
@@ -45,7 +45,7 @@ _TABLE = flags.DEFINE_bool("table", False, "Train nothing: print the table of wh
 _RATES = flags.DEFINE_list(
   "rates", ["adamw=1e-3", "adamw=3e-3", "muon=1e-3", "muon=3e-3"], "OPTIMIZER=RATE of each run."
 )
-_SET = flags.DEFINE_list("set", [], "NAME=VALUE of settings of all runs.")
+_SET = flags.DEFINE_multi_string("set", [], "NAME=VALUE,... of all runs.")
 
 
 class Run(NamedTuple):
@@ -99,7 +99,7 @@ def config_of(run: Run) -> dict[str, str]:
   }
   if run.optimizer == "schedule_free":
     changes["optimizer.schedule"] = "constant"
-  return changes | dict(text.split("=", 1) for text in _SET.value)
+  return changes | named_values(_SET.value)
 
 
 def train_one(run: Run) -> None:

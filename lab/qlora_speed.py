@@ -22,7 +22,7 @@ from ats_jax.data.batch import random_batch
 from ats_jax.planner.abstract import device_bytes, resolve_without_data
 from ats_jax.sharding.mesh import make_mesh, on_mesh, to_global
 from ats_jax.step.program import make_program
-from lab.runs import llama_8b
+from lab.runs import llama_8b, named_values
 
 GB = 1e9
 
@@ -32,7 +32,7 @@ _WIDTH = flags.DEFINE_integer("width", 4096, "model.d_model; a multiple of 128."
 _ROWS = flags.DEFINE_integer("rows", 2, "Rows of a step.", lower_bound=1)
 _SEQ = flags.DEFINE_integer("seq", 4096, "Tokens of a row.", lower_bound=2)
 _STEPS = flags.DEFINE_integer("steps", 10, "Steps that are timed.", lower_bound=1)
-_SET = flags.DEFINE_list("set", [], "NAME=VALUE of settings of all of them.")
+_SET = flags.DEFINE_multi_string("set", [], "NAME=VALUE,... of all of them.")
 
 
 class Row(NamedTuple):
@@ -56,7 +56,7 @@ def config_of(base: str) -> Config:
   )
   values = edited(config.to_dict())
   changes = {"finetune.adapter": "lora", "finetune.adapter.base": base}
-  for setting, text in (changes | dict(text.split("=", 1) for text in _SET.value)).items():
+  for setting, text in (changes | named_values(_SET.value)).items():
     values.assign({setting: parse(setting, text, values.to_dict())})
   return resolve_without_data(from_config_dict(values))
 

@@ -3,6 +3,7 @@
 import dataclasses
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,11 @@ class Result:
   scores: dict[str, float]
   counts: Counts
   step_secs: float
+
+
+def named_values(flags: Sequence[str]) -> dict[str, str]:
+  """The values of a flag NAME=VALUE,NAME=VALUE that may be given several times."""
+  return dict(one.split("=", 1) for text in flags for one in text.split(","))
 
 
 def llama_8b(layers: int, width: int, vocab: int) -> Changes:
