@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-E4M3_BIAS = tl.constexpr(256.0)  # 2^(15 - 7): exponents of float16 and e4m3 are told from these
+E4M3_BIAS = tl.constexpr(256.0)  # 2^(15 - 7), of the biases of exponents in float16 and e4m3
 
 
 @triton.jit

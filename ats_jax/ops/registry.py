@@ -116,8 +116,8 @@ def _choose_slot(cfg, device, op, slot, asked) -> Choice:
     return Choice(op, name, setting)
   chosen, missed, reasons = None, [], []
   for kernel in OPS[op].kernels:
-    if slot not in kernel.where:
-      continue
+    if slot not in kernel.where or (device.platform == "gpu" and kernel.platform != "gpu"):
+      continue  # a GPU misses nothing that is for others
     if device.platform != "gpu" and (obstacle := kernel.obstacle(cfg, device)):
       missed.append(obstacle)  # its speed on a GPU says nothing here
     elif slot not in kernel.default:

@@ -188,7 +188,7 @@ class Engine:
 
   def _say(self, drawn: Drawn, tokens: Tokens) -> None:
     """Add the event of a token."""
-    if drawn.id not in self._texts:  # a token before it completed a stop
+    if drawn.id not in self._texts:  # cancelled, or a token before it completed a stop
       return
     text, finished = self._texts[drawn.id], drawn.finished
     ids, piece = (), ""

@@ -34,7 +34,7 @@ def verify(
 
   Args:
     of_model: what is static in all programs.
-    most: K.
+    most: tokens of a guess at most, K.
     weights: as of `Programs.decode`, like all that is not said here.
     state: likewise.
     of_rows: int32 [B, K + 2 + W]: tokens that may follow, -1 = none, before what `Programs.decode`

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from ats_jax.ops.remat import ATTENTION_RESULTS
 
 BLOCKS = (512, 256, 128)  # queries and keys of a tile: the first of which a row is a multiple
+LEAST = BLOCKS[-1]  # to a multiple of which rows are filled up, such as those of a short prompt
 
 
 def flash_attention(
@@ -23,10 +24,11 @@ def flash_attention(
   window: int | None,
   soft_cap: float | None,
 ) -> jax.Array:
-  """`ops.attention.causal.attention` of local arrays; rows of a multiple of 128 tokens."""
+  """`ops.attention.causal.attention` of local arrays."""
   from jax.experimental.pallas.ops.tpu import splash_attention as splash  # here: for TPUs alone
 
-  seq, heads, width = q_BTNH.shape[1:]
+  length, heads, width = q_BTNH.shape[1:]
+  seq = -(-length // LEAST) * LEAST
   square = seq, seq
   mask = splash.CausalMask(square)
   if window is not None:
@@ -46,11 +48,15 @@ def flash_attention(
   def attend_row(q_NTH, k_KTH, v_KTV, segment_ids_T):
     several = max_segments > 1
     ids = splash.SegmentIds(segment_ids_T, segment_ids_T) if several else None
-    return attend(q_NTH, k_KTH, v_KTV, ids, sinks)
+    y_NTV = attend(q_NTH, k_KTH, v_KTV, ids, sinks)
+    assert isinstance(y_NTV, jax.Array)  # not residuals beside it, which nobody asked for
+    return y_NTV
 
   scaled_BTNH = (q_BTNH.astype(jnp.float32) * width**-0.5).astype(q_BTNH.dtype)
-  by_head = lambda x: jnp.swapaxes(x, 1, 2)
+  # No token sees what stands behind it, so what is filled in changes no result that is kept.
+  filled = lambda x: jnp.pad(x, [(0, 0), (0, seq - length)] + [(0, 0)] * (x.ndim - 2))
+  by_head = lambda x: jnp.swapaxes(filled(x), 1, 2)
   y_BNTV = jax.vmap(attend_row)(
-    by_head(scaled_BTNH), by_head(k_BTKH), by_head(v_BTKV), segment_ids_BT
+    by_head(scaled_BTNH), by_head(k_BTKH), by_head(v_BTKV), filled(segment_ids_BT)
   )
-  return by_head(y_BNTV).astype(q_BTNH.dtype)
+  return jnp.swapaxes(y_BNTV, 1, 2)[:, :length].astype(q_BTNH.dtype)
