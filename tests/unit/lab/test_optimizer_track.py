@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from commands import REPOSITORY, TIMEOUT_SECS, started
+from xla_flags import QUICK
 
 TRACK = "lab.optimizer_track"
 TINY = {
@@ -57,7 +59,8 @@ def test_two_processes_share_the_runs_of_a_folder(tmp_path):
   ]  # fmt: skip
   with contextlib.ExitStack() as stack:
     logs = [stack.enter_context((tmp_path / f"log.{i}").open("w")) for i in range(2)]
-    start = lambda log: subprocess.Popen(command, stdout=log, stderr=log, cwd=REPOSITORY)
+    env = {**os.environ, "XLA_FLAGS": QUICK}  # four rows are for one device
+    start = lambda log: subprocess.Popen(command, stdout=log, stderr=log, cwd=REPOSITORY, env=env)
     processes = [stack.enter_context(start(log)) for log in logs]
     try:
       codes = [process.wait(TIMEOUT_SECS) for process in processes]
