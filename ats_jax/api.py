@@ -148,7 +148,7 @@ def generate(
 
 
 class Engine:
-  """A trained run that continues many texts at once, on one device.
+  """A trained run that continues many texts at once.
 
   What is asked may come and end at any time. Use it as a context, or `close` it.
   """
@@ -162,6 +162,8 @@ class Engine:
     context: int = 0,
     pages: str = "",
     speculate: int = 0,
+    tensor: int = 1,
+    expert: int = 1,
   ):
     """Load a run.
 
@@ -176,12 +178,15 @@ class Engine:
       speculate: tokens at most that are guessed from what followed the same few before, and
         verified in one step; 0 = none. Texts stay as they are, but for rounding. For answers that
         repeat parts of their text, and few at once.
+      tensor: devices that share each layer's heads and widths, and the vocabulary.
+      expert: devices, or groups of `tensor` of them, that share the experts.
 
     Raises:
       ValueError: for other pages or guesses, if there is no such run or checkpoint, if its model
-        writes no text, or if its layers skip tokens and `speculate` is not 0.
+        writes no text or cannot be divided so, or if its layers skip tokens and `speculate` is
+        not 0.
     """
-    options = Options(pages, speculate)
+    options = Options(pages, speculate, tensor, expert)
     with contextlib.ExitStack() as stack:
       stack.enter_context(cli.short_log())
       loading = load_run(paths.parse(workdir), str(step), devices=1, options=options)

@@ -9,7 +9,8 @@ step that goes on with it. Other prompts are distinct, of random bytes. With `--
 runs without guesses and with them; `same_texts` is the share of texts that are equal, and `as_read`
 the tokens per step of a model that would continue the files as they go on.
 Command: python -m lab.decode_speed --model=1.5b [--cases=one,64,requests,first] \
-  [--kernels=paged_attention=xla] [--pages=int8] [--tokens=256] [--layers=0] [--speculate=4]
+  [--kernels=paged_attention=xla] [--pages=int8] [--tokens=256] [--layers=0] [--speculate=4] \
+  [--tensor=2] [--expert=1]
   python -m lab.decode_speed --workdir=runs/debug --cases=texts --texts='docs/*.md' --speculate=4
 """
 
@@ -68,6 +69,8 @@ _CHUNK = flags.DEFINE_integer("chunk", 1024, "Tokens of prompts that are read in
 _PAGE = flags.DEFINE_integer("page", 64, "Tokens of a page.")
 _PAGES = flags.DEFINE_enum("pages", "", ["", *PAGES], "In what they are stored.")
 _SPECULATE = flags.DEFINE_integer("speculate", 0, "Tokens to guess at most.", 0)
+_TENSOR = flags.DEFINE_integer("tensor", 1, "Devices that share each layer of a model.", 1)
+_EXPERT = flags.DEFINE_integer("expert", 1, "Devices that share the experts of a model.", 1)
 _WORKDIR = flags.DEFINE_string("workdir", "", "Of a run, in place of a model.")
 _TEXTS = flags.DEFINE_string("texts", "", "Files of which --cases=texts continues beginnings.")
 _TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "Of the draws.", 0.0)
@@ -83,6 +86,7 @@ def config() -> Config:
   changed |= {"model.num_layers": _LAYERS.value} if _LAYERS.value else {}
   if _MODEL.value == "moe":
     changed |= {f"moe.{name}": value for name, value in EXPERTS.items()}
+  changed |= {"mesh.tensor": _TENSOR.value, "mesh.expert": _EXPERT.value}
   changed |= {"data.tokenizer": "bytes", "precision.param_dtype": "bfloat16"}
   changed |= {"precision.compute_dtype": "bfloat16"}
   changed |= {"ops.kernels": dict(item.split("=") for item in _KERNELS.value)}
@@ -168,7 +172,8 @@ def opened() -> Iterator[tuple[Served, Program, Tokenizer, Pass]]:
     return
   cfg = config()
   cfg = resolve(cfg, cfg.model.vocab_size)
-  with runtime.configured(cfg), on_mesh(cfg, make_mesh(cfg, jax.devices()[:1])):
+  devices = jax.devices()[: _TENSOR.value * _EXPERT.value]
+  with runtime.configured(cfg), on_mesh(cfg, make_mesh(cfg, devices)):
     program = make_program(cfg)
     model = jax.jit(lambda key: new_base(cfg, program.num, key))(jax.random.key(0))
     yield served(model, program), program, ByteTokenizer(), program.rules(1)
@@ -207,6 +212,7 @@ def main(argv: list[str]) -> None:
           row["as_read"] = round(as_read(draft, texts, rests), 3)
         row = {"model": _WORKDIR.value or _MODEL.value, "case": name} | row | facts
         row |= {"kernels": _KERNELS.value, "pages": _PAGES.value}
+        row |= {"tensor": _TENSOR.value, "expert": _EXPERT.value}
         row |= {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
         print(json.dumps(row), flush=True)
         if _TRACE.value:

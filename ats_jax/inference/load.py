@@ -107,8 +107,8 @@ class TrainedRun:
         training's rows, and `sample.max_tokens` behind it.
 
     Raises:
-      ValueError: if the run was loaded on several devices, its model writes no text, or guesses
-        (`options`) are not for it.
+      ValueError: if the run was loaded on other devices than `options` say, its model writes no
+        text, or guesses (`options`) are not for it.
     """
     # Here: a training that draws a sample at its end needs none of it.
     from ats_jax.inference.engine.engine import Engine
@@ -136,6 +136,10 @@ class TrainedRun:
     self._packed.append((runner, weakref.ref(scorer)))
     return scorer
 
+  @property
+  def _for_engine(self) -> bool:
+    return jax.sharding.get_mesh().size == self.options.devices
+
   def _runner(self, rows: int, context: int) -> "ModelRunner":
     """The device's side of an engine: the one of before, if nobody uses it and it is large enough.
 
@@ -143,10 +147,10 @@ class TrainedRun:
     """
     from ats_jax.inference.engine.runner import ModelRunner, Size, served
 
-    if (devices := jax.sharding.get_mesh().size) > 1:
+    if not self._for_engine:
       raise ValueError(
-        f"the engine runs on one device, and this run was loaded on {devices}. "
-        "Use load_run(..., devices=1)."
+        f"the engine runs on {self.options.devices} device(s), and this run was loaded on "
+        f"{jax.sharding.get_mesh().size}. Use load_run(..., devices={self.options.devices})."
       )
     cfg, rules = self.program.cfg, self.program.rules(self.step)
     context = max(context, cfg.data.seq_len + cfg.sample.max_tokens)
@@ -180,8 +184,8 @@ class TrainedRun:
     return list(texts.values())
 
   def _continue(self, ids: "Sequence[int]", seed: int, cfg: SampleConfig) -> Iterator[str]:
-    """What follows tokens, piece by piece: by the engine, where one device has the model."""
-    if jax.sharding.get_mesh().size > 1:
+    """What follows tokens, piece by piece: by the engine, where it has its devices."""
+    if not self._for_engine:
       rules = self.program.rules(self.step)
       yield from generate(self.model, self.tokenizer, cfg, rules=rules, prompt=ids, seed=seed)
       return
@@ -231,6 +235,19 @@ def fit_devices(cfg: Config, num_devices: int) -> Config:
   )
 
 
+def _divided(cfg: Config, options: Options) -> Config:
+  """A run whose mesh is that of its engine."""
+  asked, here = f"tensor={options.tensor} x expert={options.expert}", len(jax.devices())
+  if options.devices > here:
+    raise ValueError(f"the engine is to run on {asked} devices, and there are {here}.")
+  if options.expert > 1 and not cfg.moe.num_experts:
+    raise ValueError(
+      f"the engine is to run on {asked} devices, but this model has no experts to share."
+    )
+  mesh = dataclasses.replace(cfg.mesh, tensor=options.tensor, expert=options.expert)
+  return dataclasses.replace(cfg, mesh=mesh)
+
+
 def as_data(cfg: Config) -> Config:
   """`cfg` without settings by which another user's workdir could run code or write files here.
 
@@ -273,18 +290,19 @@ def load_run(
     step: a step, "latest" or "best".
     compute_dtype: in place of that of the training, as `precision.compute_dtype`, without 8 bits;
       "" = as it was trained.
-    devices: how many to use; 0 = all.
+    devices: how many to use; 0 = all. If `options` name several, it is their number.
     options: how the engine works.
 
   Raises:
-    ValueError: if there is no run, no such checkpoint, none that is intact, or one of another run.
+    ValueError: if there is no run, no such checkpoint, none that is intact, or one of another run;
+      or if the model cannot be divided among the engine's devices.
   """
   folder = Path(folder)
   chosen = int(step) if step.isdecimal() else step
   changes = settings_of(folder / workdir.CHECKPOINTS, chosen, workdir.load_identity(folder))
   with contextlib.ExitStack() as stack:
     while True:
-      run = _restored(folder, chosen, changes, compute_dtype, devices, stack)
+      run = _restored(folder, chosen, changes, compute_dtype, devices, options, stack)
       made_with = run.extra.get(CHANGES, {})
       if made_with == changes:
         break
@@ -300,6 +318,7 @@ def _restored(
   changes: Mapping[str, Any],
   compute_dtype: str,
   devices: int,
+  options: Options,
   stack: contextlib.ExitStack,
 ) -> TrainedRun:
   """The run with the settings that `changes` makes of its own; its mesh is left set in `stack`."""
@@ -315,6 +334,8 @@ def _restored(
     ))  # fmt: skip
   stack.enter_context(runtime.configured(cfg))
   cfg = resolve(with_compute_dtype(cfg, this_device()), tokenizer.vocab_size)
+  if options.devices > 1:
+    cfg, devices = _divided(cfg, options), options.devices
   used = jax.devices()[: devices or None]
   cfg = fit_devices(cfg, len(used))
   mesh = make_mesh(cfg, used)

@@ -29,6 +29,7 @@ from ats_jax.sharding.apply import (
   all_to_all,
   axis_index,
   between_hosts,
+  mesh_axes,
   num_hosts,
   num_shards,
   reduce_scatter,
@@ -72,16 +73,27 @@ def run_experts(
     weight_NK: float32 weight of each choice.
     weights: the weights of this device's experts, a pytree.
     experts: what the experts compute.
-    exchange: a key of EXCHANGES; it has no effect where one device has all experts.
+    exchange: a key of EXCHANGES; it has no effect where one device has all experts, or all
+      devices have the same tokens.
 
   Returns:
     [N, D]; int32, this device's number of choices that had to wait for a further pass.
   """
   if num_shards("experts") > 1:
-    return EXCHANGES[exchange](x_ND, expert_NK, weight_NK, weights, experts)
+    have_own_tokens = set(mesh_axes("experts")) & set(mesh_axes("batch"))
+    run = EXCHANGES[exchange] if have_own_tokens else _nothing_sent
+    return run(x_ND, expert_NK, weight_NK, weights, experts)
   places, sizes_E = sort_by_expert(expert_NK, experts.num_local, experts.kernels)
   y_MD = experts.compute(take_rows(x_ND, places, experts.kernels), sizes_E, weights)
   return sum_rows(y_MD, weight_NK, places, experts.kernels), jnp.zeros((), jnp.int32)
+
+
+def _nothing_sent(x_ND, expert_NK, weight_NK, weights, experts):
+  """All devices have the same tokens: each sums its experts' results, and the sums are added."""
+  (places, sizes_E), _ = _sort_local(expert_NK, experts)
+  y_MD = experts.compute(take_rows(x_ND, places, experts.kernels), sizes_E, weights)
+  y_ND = sum_rows(y_MD, weight_NK, places, experts.kernels)
+  return all_sum(y_ND, "experts"), jnp.zeros((), jnp.int32)
 
 
 def _allgather(x_ND, expert_NK, weight_NK, weights, experts):

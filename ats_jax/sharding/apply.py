@@ -357,7 +357,7 @@ def draw_own_rows(
   return jax.lax.dynamic_index_in_dim(of_all, own, keepdims=False)
 
 
-def all_sum(x: jax.Array, *axes: str, excluding: str | None = None) -> jax.Array:
+def all_sum(x: jax.Array, *axes: str | None, excluding: str | None = None) -> jax.Array:
   """Inside an island: all-reduce (sum) over the devices along logical axes.
 
   Args:

@@ -79,6 +79,7 @@ class Plan(NamedTuple):
     name: the name of a table in RULES.
     whole_vocabulary: the vocabulary is not sharded, as the mesh does not divide it.
     whole_rows: the positions of a row are not sharded.
+    whole_batch: every device has all rows.
     whole_matrices: the axes that shard the matrices of experts distribute whole experts instead.
     hosts: the number of hosts that the mesh axis of experts is spread over, in blocks of neighbours
       of one size. A fact of the mesh, like its sizes.
@@ -92,6 +93,7 @@ class Plan(NamedTuple):
   name: str = "default"
   whole_vocabulary: bool = False
   whole_rows: bool = False
+  whole_batch: bool = False
   whole_matrices: bool = False
   hosts: int = 1
   copy_engines: bool = False
@@ -122,6 +124,15 @@ def whole_rows() -> contextlib.AbstractContextManager[None]:
   It also turns off `copy_engines`, as programs for generation lack the XLA options that they need.
   """
   return _plan(current_plan()._replace(whole_rows=True, copy_engines=False))
+
+
+def for_serving() -> contextlib.AbstractContextManager[None]:
+  """Use the current plan for the engine, which reads few rows at a time.
+
+  Every device has all rows, and all weights but for its shares along `tensor` and of the experts.
+  """
+  plan = current_plan()._replace(name="data_parallel", whole_rows=True, whole_batch=True)
+  return _plan(plan._replace(copy_engines=False))
 
 
 def isolated_replica() -> contextlib.AbstractContextManager[None]:
@@ -158,6 +169,8 @@ def _rules_of(plan: Plan) -> ShardingRules:
     rules |= {"seq": None, "heads_of_rows": rules["heads"]}
   if plan.whole_vocabulary:
     rules["vocab"] = None
+  if plan.whole_batch:
+    rules |= {"batch": None, "rows": None}
   if plan.whole_matrices and rules["expert_embed"]:
     rules |= {"stored_experts": ("expert", "fsdp", "context"), "expert_embed": None}
   if plan.isolated_replica:

@@ -28,7 +28,7 @@ from ats_jax.ops.attention.paged import (
   write,
 )
 from ats_jax.ops.registry import Kernels
-from ats_jax.sharding.apply import island
+from ats_jax.sharding.apply import island, num_shards
 
 PAGE_AXES = (None, None)
 NARROW = {name: jnp.dtype(dtype) for name, dtype in PAGES.items()}
@@ -157,8 +157,9 @@ class SlotArray(NamedTuple):
 
   @property
   def num_bytes(self) -> int:
-    """Of a token."""
-    return math.prod(self.shape) * self.dtype.itemsize
+    """Of a token, on each device."""
+    size = math.prod(self.shape) * self.dtype.itemsize
+    return size // math.prod(map(num_shards, self.axes))
 
 
 def slot_arrays(cfg: ModelConfig, dtype: jnp.dtype) -> list[SlotArray]:

@@ -4,8 +4,9 @@ Letters: B rows, T tokens, V vocab, D d_model, F outputs.
 """
 
 import functools
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +21,16 @@ from ats_jax.model.layers import MLP, Linear
 from ats_jax.model.numerics import NARROW
 from ats_jax.model.param import is_variable
 from ats_jax.ops.row_matmul import row_matmul
-from ats_jax.sharding.apply import island, reshard
+from ats_jax.sharding.apply import (
+  all_sum,
+  has_several_devices,
+  island,
+  num_shards,
+  replicate,
+  reshard,
+)
+
+_HEAD_AXES = ("vocab", None)
 
 
 class Packed(nnx.Module):
@@ -29,20 +39,28 @@ class Packed(nnx.Module):
   The first of the layers has it, the others have None.
 
   Attributes:
-    matrix: [all outputs, inputs] in the compute dtype.
+    matrix: [all outputs, inputs] in the compute dtype; each device has its share of each layer.
   """
 
   def __init__(self, layers: Sequence[Linear], dtype: jnp.dtype):
     """Copy the weights of layers."""
     self.inputs = layers[0].inputs
     self.outputs = tuple(layer.outputs for layer in layers)
+    self.axes = (*map(_sharded_axis, (itertools.chain(*self.outputs), self.inputs)),)
     num_inputs = len(self.inputs)
     weights = [layer.value(dtype) for layer in layers]
-    self.shapes = tuple(w.shape[num_inputs:] for w in weights)
-    # A single key/value head is not split by `tensor`, and the queries are: even on one device.
-    self.matrix = nnx.Param(jnp.concatenate([
-      reshard(w.reshape(math.prod(w.shape[:num_inputs]), -1).T, None, None) for w in weights
-    ]))  # fmt: skip
+    of_device = lambda size, axis: size // num_shards(axis)
+    self.shapes = tuple(
+      tuple(map(of_device, w.shape[num_inputs:], axes))
+      for w, axes in zip(weights, self.outputs, strict=True)
+    )
+
+    def local(*weights):
+      matrices = [w.reshape(math.prod(w.shape[:num_inputs]), -1).T for w in weights]
+      return jnp.concatenate(matrices)
+
+    in_axes = tuple((*self.inputs, *axes) for axes in self.outputs)
+    self.matrix = nnx.Param(island(local, in_axes=in_axes, out_axes=self.axes)(*weights))
 
   def products(self, multiply: Any, x: jax.Array, layers: Sequence[Linear]) -> tuple[Any, ...]:
     """`x` times the matrix of each layer (`model.layers.project`)."""
@@ -50,6 +68,7 @@ class Packed(nnx.Module):
 
     def local(x, matrix_FD):
       y_MF = row_matmul(x.reshape(-1, matrix_FD.shape[1]), matrix_FD)
+      y_MF = all_sum(y_MF, self.axes[1])
       ends = [sum(map(math.prod, self.shapes[: n + 1])) for n in range(len(self.shapes) - 1)]
       parts = jnp.split(y_MF, ends, axis=1)
       return tuple(
@@ -58,13 +77,17 @@ class Packed(nnx.Module):
 
     return island(
       local,
-      in_axes=(("batch", "seq", *self.inputs), (None, None)),
+      in_axes=(("batch", "seq", *self.inputs), self.axes),
       out_axes=tuple(("batch", "seq", *axes) for axes in self.outputs),
     )(x, self.matrix[...])
 
 
+def _sharded_axis(axes: Iterable[str]) -> str | None:
+  return next((axis for axis in axes if num_shards(axis) > 1), None)
+
+
 class Served(nnx.Module):
-  """A decoder for generation on one device.
+  """A decoder for generation, under the plan `for_serving`.
 
   Attributes:
     layers: its blocks, from the bottom up.
@@ -86,9 +109,10 @@ class Served(nnx.Module):
       for places in _apart(list(segment.layers), keep=keep):
         layers += _pack(places, dtype)
     self.layers = nnx.List(layers)
-    self.head = nnx.Param(decoder.head_weights())
+    self.head = nnx.Param(reshard(decoder.head_weights(), *_HEAD_AXES))
     decoder.segments = nnx.List([])
     decoder.head = None
+    decoder.embed = jax.tree.map(_whole, decoder.embed, is_leaf=is_variable)
     self.decoder = decoder
 
   def extend(
@@ -120,8 +144,8 @@ class Served(nnx.Module):
   def logits(self, x_BD: jax.Array) -> jax.Array:
     """Scores [rows, vocab] in float32."""
     local = lambda x, head: row_matmul(x, head, jnp.dtype(jnp.float32))
-    plain = (None, None)
-    logits_BV = island(local, in_axes=(plain, plain), out_axes=plain)(x_BD, self.head[...])
+    score = island(local, in_axes=((None, None), _HEAD_AXES), out_axes=(None, "vocab"))
+    logits_BV = replicate(score(x_BD, self.head[...]))
     cap = self.decoder.cfg.logit_soft_cap
     return cap * jnp.tanh(logits_BV / cap) if cap else logits_BV
 
@@ -173,4 +197,11 @@ def _packed(block: Block, dtype: jnp.dtype) -> Block:
       layer.weight = packed if number == 0 else None
   is_matrix = lambda v: is_variable(v) and getattr(v, "role", None) in NARROW
   cast = lambda v: v.replace(v.get_value().astype(dtype)) if is_matrix(v) else v
-  return jax.tree.map(cast, block, is_leaf=is_variable)
+  return jax.tree.map(lambda v: _whole(cast(v)), block, is_leaf=is_variable)
+
+
+def _whole(v: Any) -> Any:
+  """A parameter as the plan has it: a training has it in more parts, which each step would join."""
+  if not is_variable(v) or not hasattr(v, "axes") or not has_several_devices():
+    return v
+  return v.replace(reshard(v.get_value(), *v.axes))

@@ -17,22 +17,33 @@ class Options:
       head; "" = in the compute dtype.
     speculate: tokens at most that are guessed from what followed the same few before, and verified
       in one step; 0 = none. Texts stay as they are, but for rounding.
+    tensor: devices that share each layer's heads and widths, and the vocabulary.
+    expert: devices, or groups of `tensor` of them, that share the experts.
   """
 
   pages: str = ""
   speculate: int = 0
+  tensor: int = 1
+  expert: int = 1
 
   def __post_init__(self):
     """Refuse what there is not."""
     if self.pages not in ("", *PAGES):
       known = ", ".join(map(repr, PAGES))
       raise ValueError(f"pages={self.pages!r}: expected {known}, or '' for the compute dtype.")
-    number = self.speculate
-    if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number <= MOST_GUESSED:
+    if not _is_whole(number := self.speculate) or not 0 <= number <= MOST_GUESSED:
       raise ValueError(
         f"speculate={number!r} is not a whole number from 0 to {MOST_GUESSED} (tokens to guess; "
         "0 = none)."
       )
+    for name in ("tensor", "expert"):
+      if not _is_whole(number := getattr(self, name)) or number < 1:
+        raise ValueError(f"{name}={number!r} is not a whole number of devices, from 1.")
+
+  @property
+  def devices(self) -> int:
+    """On how many it runs."""
+    return self.tensor * self.expert
 
   @classmethod
   def parse(cls, items: Sequence[str]) -> Self:
@@ -41,9 +52,13 @@ class Options:
     for item in items:
       name, _, value = item.partition("=")
       if name not in names:
-        raise ValueError(f"{item!r}: expected {names[0]}=FORMAT or {names[1]}=TOKENS.")
-      given[name] = int(value) if name == "speculate" and value.isdecimal() else value
+        raise ValueError(f"{item!r}: expected NAME=VALUE with one of {', '.join(names)}.")
+      given[name] = int(value) if name != "pages" and value.isdecimal() else value
     return cls(**given)
+
+
+def _is_whole(number: object) -> bool:
+  return isinstance(number, int) and not isinstance(number, bool)
 
 
 DEFAULT = Options()

@@ -5,7 +5,7 @@ Letters: B rows of a call, R rows of the engine, T tokens, W pages of a row, V v
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -24,7 +24,7 @@ from ats_jax.model.decoder import Decoder
 from ats_jax.model.forward_pass import Pass
 from ats_jax.ops.attention.paged import slot_of
 from ats_jax.ops.registry import choose_generation
-from ats_jax.sharding.rules import spec
+from ats_jax.sharding.rules import for_serving, spec
 from ats_jax.step.program import Program
 
 if TYPE_CHECKING:  # few engines score
@@ -74,6 +74,18 @@ class Size:
   guess: int = 0
 
 
+def _serving[**P, R](f: Callable[P, R]) -> Callable[P, R]:
+  """Call `f` under the engine's sharding plan, whatever the caller's is."""
+
+  @functools.wraps(f)
+  def inner(*args: P.args, **kwargs: P.kwargs) -> R:
+    with for_serving():
+      return f(*args, **kwargs)
+
+  return inner
+
+
+@_serving
 def served(decoder: Decoder, program: Program, *, keep: bool = False) -> Served:
   """Pack the weights of a decoder, whose arrays are gone afterwards, but with `keep`."""
   if program.cfg.finetune.is_on:
@@ -91,6 +103,7 @@ class ModelRunner:
     window: as of `schedule.Runner`.
   """
 
+  @_serving
   def __init__(
     self,
     model: Served,
@@ -190,6 +203,7 @@ class ModelRunner:
     enough = self.max_rows >= size.rows and context >= size.context
     return enough and self._size.narrow == size.narrow and self._size.guess == size.guess
 
+  @_serving
   def run(self, step: Step) -> list[_Part]:
     """Start a step; its handle has what each program that ran has drawn."""
     if self._state.token_R.is_deleted():  # a Ctrl-C came between a program and its result
@@ -329,6 +343,7 @@ class ModelRunner:
       self._settings = asked, settings, Draw.of(asked)
     return self._settings[1:]
 
+  @_serving
   def score(self, parts: "Sequence[Part]", shape: tuple[int, int]) -> tuple[jax.Array, jax.Array]:
     """Start a step of parts of known texts (`score.Runner`)."""
     if self._state.token_R.is_deleted():  # as in `run`
@@ -375,7 +390,7 @@ def _stacked(leaves: Sequence[jax.Array]) -> tuple[list[jax.Array], list[list[in
   """
   groups: dict[Any, list[int]] = {}
   for number, leaf in enumerate(leaves):
-    kind = (leaf.shape, leaf.dtype) if leaf.size <= STACKED else number
+    kind = jax.typeof(leaf) if leaf.size <= STACKED else number
     groups.setdefault(kind, []).append(number)
   stack = lambda of: jnp.stack([leaves[n] for n in of]) if len(of) > 1 else leaves[of[0]]
   return [stack(of) for of in groups.values()], list(groups.values())

@@ -139,9 +139,31 @@ def test_engines_of_a_run_do_not_share_what_they_keep(trained):
     assert pieces[0] == alone == "".join(run.generate(0, **drawing))
     assert "".join(run.generate(0, **drawing | {"prompt": "eight"})) == pieces[1]
   assert jax.device_count() > 1
-  wrong = pytest.raises(ValueError, match="runs on one device, and this run was loaded on")
+  wrong = pytest.raises(ValueError, match=r"runs on 1 device\(s\), and this run was loaded")
   with load_run(trained) as run, wrong:
     run.engine(1)
+
+
+def test_an_engine_on_several_devices(trained):
+  drawing, texts = {"prompt": "seven", "max_tokens": 9, "temperature": 0.0}, []
+  for options in (Options(), Options(tensor=2)):
+    with load_run(trained, devices=1, options=options) as run:
+      assert jax.sharding.get_mesh().size == options.devices
+      texts.append("".join(run.generate(0, **drawing)))
+  assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+  ("options", "message"),
+  [
+    ({"tensor": 16}, "on tensor=16 x expert=1 devices, and there are 8"),
+    ({"expert": 2}, "this model has no experts to share"),
+    ({"tensor": 3}, "mesh.tensor=3 does not divide model.num_heads=4"),
+  ],
+)
+def test_devices_that_cannot_share_a_model_are_refused(trained, options, message):
+  with pytest.raises(ValueError, match=message), load_run(trained, options=Options(**options)):
+    pass
 
 
 def test_guesses_change_no_text_and_are_loaded_when_asked_for(trained):
@@ -163,6 +185,7 @@ def test_guesses_change_no_text_and_are_loaded_when_asked_for(trained):
     ({"speculate": -1}, "speculate=-1 is not a whole number from 0 to 16"),
     ({"speculate": 17}, "speculate=17 is not"),
     ({"speculate": True}, "speculate=True is not"),
+    ({"tensor": 0}, "tensor=0 is not a whole number of devices, from 1"),
   ],
 )
 def test_engines_that_there_are_not_are_refused(options, message):
