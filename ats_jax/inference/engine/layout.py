@@ -136,8 +136,7 @@ class Served(nnx.Module):
     tokens = tokens_at(self.decoder.cfg, jnp.maximum(index_BT, 0), index_BT + 1, index_BT)
     x_BTD, extended = self.decoder.lookup(tokens_BT), []
     for number, (layer, cache) in enumerate(zip(self.layers, pages, strict=True)):
-      x_BTD, _, _, new = layer(x_BTD, tokens, rules, layer=jnp.int32(number), cache=cache)
-      assert isinstance(new, LayerCache)
+      x_BTD, new = _run(layer, x_BTD, tokens, cache, jnp.int32(number), rules=rules)
       extended.append(new)
     return self.decoder.final_norm(x_BTD), extended
 
@@ -148,6 +147,14 @@ class Served(nnx.Module):
     logits_BV = replicate(score(x_BD, self.head[...]))
     cap = self.decoder.cfg.logit_soft_cap
     return cap * jnp.tanh(logits_BV / cap) if cap else logits_BV
+
+
+# Traced once for all layers of a kind, which takes a large part of the start; XLA inlines it.
+@functools.partial(jax.jit, static_argnames="rules")
+def _run(layer, x_BTD, tokens, cache, number, *, rules):
+  x_BTD, _, _, extended = layer(x_BTD, tokens, rules, layer=number, cache=cache)
+  assert isinstance(extended, LayerCache)
+  return x_BTD, extended
 
 
 def _apart(places: Sequence[Block], *, keep: bool) -> Iterator[list[Block]]:
