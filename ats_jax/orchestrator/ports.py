@@ -1,12 +1,27 @@
 """What the training loop offers the supervisor."""
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
 
-from ats_jax.data.batch import POSITION
+from ats_jax.data.batch import POSITION, Batch
 from ats_jax.data.rows.origin import Origin
 from ats_jax.orchestrator.signals.interval import RowsRead
-from ats_jax.orchestrator.trials.compare import NextUpdates
+from ats_jax.step.state import StepMetrics, TrainState
+
+
+class NextUpdates(NamedTuple):
+  """What makes updates in a comparison.
+
+  Attributes:
+    train_step: `(state, batch) -> (state, metrics)`, compiled; donates the state.
+    batches: opens the training batches from some position on, on the mesh.
+    wide_step: as `train_step`, without 8 bits; None where there are none.
+  """
+
+  train_step: Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]
+  batches: Callable[[], AbstractContextManager[Iterator[Batch]]]
+  wide_step: Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]] | None = None
 
 
 class Loop(Protocol):

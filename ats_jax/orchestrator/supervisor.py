@@ -19,7 +19,7 @@ from ats_jax.metrics.writer import MetricWriter
 from ats_jax.orchestrator import hooks
 from ats_jax.orchestrator.actions.base import Settings, carry_out
 from ats_jax.orchestrator.constants import SPAN_LOOKS
-from ats_jax.orchestrator.policy.decide import Compared, Interval, Terms, decide
+from ats_jax.orchestrator.policy.decide import Interval, Terms, decide
 from ats_jax.orchestrator.policy.requests import Requests
 from ats_jax.orchestrator.policy.state import Decision, PolicyState
 from ats_jax.orchestrator.ports import Loop
@@ -31,8 +31,7 @@ from ats_jax.orchestrator.signals.health import health_of
 from ats_jax.orchestrator.signals.probe import Probe
 from ats_jax.orchestrator.signals.watch import Pending, Watch
 from ats_jax.orchestrator.trials.arms import Proposal
-from ats_jax.orchestrator.trials.compare import Comparison
-from ats_jax.orchestrator.trials.means import means_of
+from ats_jax.orchestrator.trials.compare import Comparison, Means
 from ats_jax.orchestrator.trials.snapshots import (
   COPIES,
   COPIES_OF_COMPARISON,
@@ -323,10 +322,10 @@ class Supervisor(Watcher, MetricWriter):
     action.check(self._program.cfg)
     action.tell(self, step, decision.reason)
     weighs = action.weighed and self._watch.probe is not None
-    before = self._held_loss(step, state) if weighs else 0.0
+    before = self._held(step, state) if weighs else {}
     changed = carry_out(action, state, self._program.cfg, saved)
     if weighs:
-      self._teller.weighed(step, action, before, self._held_loss(step, changed))
+      self._teller.weighed(step, action, before[""], self._held(step, changed)[""])
     self._changed_step = step
     if self._comparison is not None:
       self._give_up(step, self._comparison, f"{action} comes before it")
@@ -336,9 +335,10 @@ class Supervisor(Watcher, MetricWriter):
       self._watch.edited(changed)
     return changed
 
-  def _held_loss(self, step: int, state: TrainState) -> float:
-    """The loss of the probe."""
-    return self._watch.scoring(self._program.rules(step))["held"](state.model)[""]
+  def _held(self, step: int, state: TrainState) -> dict[str, float]:
+    """Losses of the probe, by domain."""
+    held, _ = self._watch.scoring(self._program.rules(step))
+    return held(state.model)
 
   def _give_up(self, step: int, comparison: Comparison, reason: str) -> None:
     """Drop a comparison under way."""
@@ -362,7 +362,7 @@ class Supervisor(Watcher, MetricWriter):
     if is_over or self.wants_restart or self._comparison is not None:
       return
     self._snapshots.reject()  # makes room for where the run is now
-    held = self._watch.scoring(self._program.rules(step))["held"](state.model)
+    held = self._held(step, state)
     self._teller.opened(step, proposal)
     self._comparison = Comparison(step, state, proposal, self._remembered(), held)
 
@@ -371,17 +371,17 @@ class Supervisor(Watcher, MetricWriter):
     comparison, self._comparison = self._comparison, None
     if comparison is None:
       return state
-    means = means_of(
-      self._watch, self._loop, self._snapshots, since=comparison.first, step=step,
-      changed=self._changed_step, eight_bits=self._terms.eight_bits,
-    )  # fmt: skip
+    assert self._loop is not None, "or nothing is compared"
+    means = Means.of(
+      self._watch, self._loop, self._snapshots, comparison.first, step, self._changed_step
+    )
     if means is None:
       self._give_up(step, comparison, "the model has other rules by now")
       return state
     ended = comparison.end(step, state, means, self._terms.left(self.policy))
     self._requests.tried = None
-    compared = Compared(comparison.proposal, ended.waiting, ended.scores, ended.made)
-    self._watch.pass_over(ended.made)
+    compared = ended.compared
+    self._watch.pass_over(compared.made)
     self._teller.comparison(step, comparison.first, compared, ended.losses)
     self.policy, judgement = decide(self._terms, self.policy, compared, step)
     check_agreement(self.policy, compared.waiting._asdict(), judgement)

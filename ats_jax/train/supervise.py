@@ -9,8 +9,8 @@ import jax
 from ats_jax.checkpoint import abstract_like, workdir
 from ats_jax.data.batch import POSITION
 from ats_jax.data.rows.origin import Origin, origin_of
+from ats_jax.orchestrator.ports import NextUpdates
 from ats_jax.orchestrator.supervisor import Supervisor
-from ats_jax.orchestrator.trials.compare import NextUpdates
 from ats_jax.orchestrator.trials.snapshots import Snapshots
 from ats_jax.train.feed import training_batches
 from ats_jax.train.probe_rows import probe_feed

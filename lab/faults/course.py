@@ -14,8 +14,8 @@ import numpy as np
 from ats_jax.data.batch import POSITION, Batch
 from ats_jax.metrics.spikes import spike_score
 from ats_jax.model.param import params_of, trainable
+from ats_jax.orchestrator.ports import NextUpdates
 from ats_jax.orchestrator.supervisor import Supervisor
-from ats_jax.orchestrator.trials.compare import NextUpdates
 from ats_jax.orchestrator.trials.snapshots import Snapshot
 from ats_jax.sharding.mesh import to_global
 from ats_jax.step.state import StepMetrics, TrainState

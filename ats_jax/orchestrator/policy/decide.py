@@ -55,7 +55,7 @@ from ats_jax.orchestrator.policy.state import (
 )
 from ats_jax.orchestrator.signals.interval import Reading
 from ats_jax.orchestrator.signals.sources import History, Rise, has_other_share, risen_from
-from ats_jax.orchestrator.trials.arms import Proposal, Score, winner
+from ats_jax.orchestrator.trials.arms import Compared, Proposal, Score
 from ats_jax.step.schedule import warmup_steps
 
 BROKEN_ADVICE = (
@@ -120,29 +120,6 @@ class Interval(NamedTuple):
   evaluated: tuple[float, ...] = ()
 
 
-class Compared(NamedTuple):
-  """A comparison that has ended.
-
-  Attributes:
-    proposal: what was compared.
-    waiting: where the run itself ended.
-    scores: of the arms, as `arms.winner` takes them.
-    made: updates that they took.
-  """
-
-  proposal: Proposal
-  waiting: Score
-  scores: tuple[Score | str, ...]
-  made: int
-
-  @property
-  def blames_machine(self) -> bool:
-    """Whether it ended with steps that led elsewhere when they were made again."""
-    return (
-      len(self.scores) == 1 and self.proposal.arms[0].mends and isinstance(self.scores[0], Score)
-    )
-
-
 def decide(
   terms: Terms, policy: PolicyState, seen: Interval | Compared, step: int
 ) -> tuple[PolicyState, Judgement]:
@@ -163,8 +140,7 @@ def _decide_comparison(
   policy: PolicyState, seen: Compared, step: int
 ) -> tuple[PolicyState, Judgement]:
   """Take over what the best arm has done; a trigger rests if that is waiting."""
-  proposal = seen.proposal
-  place = winner(proposal, seen.waiting, seen.scores)
+  proposal, place = seen.proposal, seen.winner
   policy = policy._replace(made_again=policy.made_again + seen.made)
   rests = {name: rest for name, rest in policy.rests.items() if name not in (ANY, MACHINE)}
   if place is None:

@@ -31,10 +31,10 @@ from jax.experimental import multihost_utils
 from ats_jax.config.schema import OrchestratorConfig
 from ats_jax.orchestrator.actions import Action, from_json
 from ats_jax.orchestrator.actions.base import frozen
-from ats_jax.orchestrator.policy.decide import Compared, Interval, Terms, decide
+from ats_jax.orchestrator.policy.decide import Interval, Terms, decide
 from ats_jax.orchestrator.policy.state import Decision, Judgement, PolicyState, Request
 from ats_jax.orchestrator.signals.interval import Fault, Reading, SourceLoss
-from ats_jax.orchestrator.trials.arms import Proposal, Score
+from ats_jax.orchestrator.trials.arms import Compared
 from ats_jax.store import paths
 from ats_jax.store.paths import Log, Path
 
@@ -167,7 +167,7 @@ def replay(path: Path) -> list[tuple[int, Decision]]:
 def _seen(row: Mapping[str, Any]) -> Interval | Compared:
   """What `decide` was told."""
   if row["kind"] == "comparison":
-    return compared(row)
+    return Compared.from_json(row)
   asked = row["request"]
   request = None if asked is None else Request.from_json(asked)
   evaluated = tuple(map(float, row.get("evaluated", ())))
@@ -177,13 +177,6 @@ def _seen(row: Mapping[str, Any]) -> Interval | Compared:
 def action_of(row: Mapping[str, Any]) -> Action:
   """The action that a line is of."""
   return from_json({"action": row["action"], **row["fields"]})
-
-
-def compared(row: Mapping[str, Any]) -> Compared:
-  """What came of a comparison."""
-  scores = tuple(x if isinstance(x, str) else Score.from_json(x) for x in row["scores"])
-  waiting = Score.from_json(row["waiting"])
-  return Compared(Proposal.from_json(row["proposal"]), waiting, scores, row["made"])
 
 
 def encode(value: Any) -> Any:

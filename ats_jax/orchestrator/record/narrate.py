@@ -7,7 +7,7 @@ from typing import Any
 from ats_jax.orchestrator.record import ledger
 from ats_jax.orchestrator.record.influence import tell_bounded, tell_scale
 from ats_jax.orchestrator.signals.health import LEVELS
-from ats_jax.orchestrator.trials.arms import winner
+from ats_jax.orchestrator.trials.arms import Compared
 from ats_jax.store.paths import Path
 
 
@@ -87,12 +87,11 @@ def because(row: Mapping[str, Any]) -> str:
 
 def comparison(row: Mapping[str, Any]) -> str:
   """Where each arm ended, in held-out loss."""
-  proposal, waiting, scores, made = ledger.compared(row)
+  proposal, waiting, scores, made = compared = Compared.from_json(row)
   where = lambda score: score if isinstance(score, str) else f"{score.loss(proposal.domains):.4g}"
   names = [" and ".join(action.narrate({}) for action in arm.actions) for arm in proposal.arms]
   ends = [f"{name}: {where(score)}" for name, score in zip(names, scores, strict=False)]
-  won = winner(proposal, waiting, scores)
-  best = "going on" if won is None else f"what {names[won]}"
+  best = "going on" if compared.winner is None else f"what {names[compared.winner]}"
   return (
     f"compared since step {row['first']:,}, as {proposal.reason}: going on: {where(waiting)}; "
     f"{'; '.join([*ends, f'{made} more steps'])}. Best: {best}"

@@ -10,13 +10,13 @@ import jax
 from absl import logging
 
 from ats_jax.orchestrator.actions.base import Action
-from ats_jax.orchestrator.policy.decide import Compared, Interval
+from ats_jax.orchestrator.policy.decide import Interval
 from ats_jax.orchestrator.policy.state import RISEN, Decision, Judgement, PolicyState, Request
 from ats_jax.orchestrator.record.influence import bounded_steps, scale_changes
 from ats_jax.orchestrator.record.ledger import Ledger
 from ats_jax.orchestrator.signals.health import LEVELS, Health
 from ats_jax.orchestrator.signals.interval import Reading, RowsRead, Steps
-from ats_jax.orchestrator.trials.arms import Proposal, winner
+from ats_jax.orchestrator.trials.arms import Compared, Proposal
 from ats_jax.store.paths import Path
 
 Write = Callable[[int, Mapping[str, float]], None]
@@ -150,6 +150,6 @@ class Teller:
       "comparison", step, first=first, proposal=compared.proposal.to_json(),
       waiting=compared.waiting._asdict(), scores=scores, made=compared.made, losses=losses,
     )  # fmt: skip
-    place = winner(compared.proposal, compared.waiting, compared.scores)
+    place = compared.winner
     won = "going on" if place is None else str(compared.proposal.arms[place].actions)
     logging.warning("orchestrator: step %d: of what was compared, %s was best", step, won)

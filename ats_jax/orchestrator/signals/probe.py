@@ -41,6 +41,11 @@ def num_blocks(cfg: Config, block_len: int) -> int:
   return min(math.ceil(tokens / block_len), MOST_BLOCKS)
 
 
+def is_exact(program: Program) -> bool:
+  """Whether the same computation gives the same bits."""
+  return program.device.platform == "cpu" or program.cfg.precision.deterministic
+
+
 class Probe:
   """Held-out text on the mesh.
 
@@ -85,9 +90,8 @@ class Probe:
     They are equal to the bit on a CPU and with `precision.deterministic`, else within a few times
     what they differed by at the start. The second time in a row nothing but another machine helps.
     """
-    exact = program.device.platform == "cpu" or program.cfg.precision.deterministic
     one, two = probe_loss(first), probe_loss(second)
-    bound = 0.0 if exact else max(MOST_SPREADS * self.spread, ROUNDING_SHARE * abs(one))
+    bound = 0.0 if is_exact(program) else max(MOST_SPREADS * self.spread, ROUNDING_SHARE * abs(one))
     if abs(one - two) <= bound or not (math.isfinite(one) or math.isfinite(two)):
       self._disagreed = 0
       return ()

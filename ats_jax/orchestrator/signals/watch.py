@@ -6,11 +6,12 @@ Only `read` waits for the device: a look reads what was gathered at the one befo
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
+from ats_jax.data.batch import Batch
 from ats_jax.metrics.clock import Clock, Totals
 from ats_jax.metrics.host_copy import start_copy
 from ats_jax.model.decoder import Decoder
@@ -39,6 +40,10 @@ from ats_jax.step.program import Program
 from ats_jax.step.state import StepMetrics, TrainState
 
 REMEMBERED_LAPS = 6
+
+
+Held = Callable[[Decoder], dict[str, float]]  # domain -> nats per token, "" is all text
+Seen = Callable[[Decoder, Batch], tuple[float, float]]  # sum of the cross-entropy, and tokens
 
 
 class Pending(NamedTuple):
@@ -152,18 +157,12 @@ class Watch:
       start_copy(metrics.layers["moe/load"])
       self._loads.append(metrics.layers["moe/load"])
 
-  def scorer(self, rules: Pass) -> Callable[[Decoder], Sums]:
-    """Scores the probe by rules."""
-    probe = self.probe
-    assert probe is not None
-    return lambda model: probe.score(self.program, model, rules)
-
   def gather(self, step: int, state: TrainState, *, scores: bool) -> Pending:
     """Begin to measure the state after the steps so far; `scores` the probe too."""
     rows, loads, self._rows, self._loads = self._rows, self._loads, [], []
     rules, measured = self.program.rules(step), {}
     if self.probe is not None and scores:
-      measured["probe"] = self.scorer(rules)(state.model)
+      measured["probe"] = self.probe.score(self.program, state.model, rules)
       measured["logits"] = self.probe.logits(state.model, rules)
     host, copies = self._clock.lap(len(rows)), self._copies.begin(state.model)
     read = rows_read(self._loop, step)
@@ -180,9 +179,8 @@ class Watch:
     last = self.gather(step, state, scores=True) if self._rows else pending
     if last is None or self.probe is None:
       return last
-    score = self.scorer(last.rules)
-    first = score(state.model) if last.probe is None else last.probe
-    return last._replace(probe=first, again=score(state.model))
+    probe, score = self.probe, lambda: probe.score(self.program, state.model, last.rules)
+    return last._replace(probe=last.probe or score(), again=score())
 
   def pass_over(self, steps: int) -> None:
     """Steps of comparisons took the time since: it is no training."""
@@ -248,11 +246,11 @@ class Watch:
       at = f"; {where(rise.source, steps, pending.read, batch_size, origin)}"
     return Cause(f"source {rise.source}", 1, rise.says + at)
 
-  def scoring(self, rules: Pass) -> dict[str, Any]:
-    """How arms of a comparison are scored by rules: fields of `trials.compare.Means`."""
+  def scoring(self, rules: Pass) -> tuple[Held, Seen]:
+    """How models are scored by rules: on the probe, and on a batch."""
     probe, program = self.probe, self.program
     assert probe is not None, "or nothing is compared"
-    return {
-      "held": lambda model: probe.losses(probe.score(program, model, rules)),
-      "seen": lambda model, batch: probe_sums(Probe(batch).score(program, model, rules)),
-    }
+    return (
+      lambda model: probe.losses(probe.score(program, model, rules)),
+      lambda model, batch: probe_sums(Probe(batch).score(program, model, rules)),
+    )

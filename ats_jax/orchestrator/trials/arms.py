@@ -98,11 +98,6 @@ class Score(NamedTuple):
     """Mean held-out loss of some domains, or that of all text."""
     return float(np.mean([self.held[name] for name in domains or ("",)]))
 
-  @classmethod
-  def from_json(cls, fields: Mapping[str, Any]) -> "Score":
-    """What a JSON file held of `_asdict`."""
-    return cls(**frozen(fields, words=False))
-
 
 def is_mended(proposal: Proposal, score: Score) -> bool:
   """Whether an arm ends where nothing is wrong any more."""
@@ -126,16 +121,41 @@ def is_better(proposal: Proposal, arm: Arm, score: Score, best: Score) -> bool:
   return not arm.remembers or not score.seen >= best.seen  # NaN: it is not known
 
 
-def winner(proposal: Proposal, waiting: Score, scores: Sequence[Score | str]) -> int | None:
-  """The place of the arm that wins among those that were made; None if waiting does.
+class Compared(NamedTuple):
+  """A comparison that has ended.
 
-  Args:
+  Attributes:
     proposal: what was compared.
     waiting: where the run itself ended.
     scores: of the arms, in their order; of one that was not made, why.
+    made: updates that they took.
   """
-  best, won = waiting, None
-  for place, score in enumerate(scores):
-    if isinstance(score, Score) and is_better(proposal, proposal.arms[place], score, best):
-      best, won = score, place
-  return won
+
+  proposal: Proposal
+  waiting: Score
+  scores: tuple[Score | str, ...]
+  made: int
+
+  @property
+  def winner(self) -> int | None:
+    """The place of the arm that wins among those that were made; None if waiting does."""
+    best, won = self.waiting, None
+    for place, (arm, score) in enumerate(zip(self.proposal.arms, self.scores, strict=False)):
+      if isinstance(score, Score) and is_better(self.proposal, arm, score, best):
+        best, won = score, place
+    return won
+
+  @property
+  def blames_machine(self) -> bool:
+    """Whether it ended with steps that led elsewhere when they were made again."""
+    return (
+      len(self.scores) == 1 and self.proposal.arms[0].mends and isinstance(self.scores[0], Score)
+    )
+
+  @classmethod
+  def from_json(cls, fields: Mapping[str, Any]) -> "Compared":
+    """What a JSON file held of it."""
+    score = lambda x: Score(**frozen(x, words=False))
+    scores = tuple(x if isinstance(x, str) else score(x) for x in fields["scores"])
+    waiting, made = score(fields["waiting"]), fields["made"]
+    return cls(Proposal.from_json(fields["proposal"]), waiting, scores, made)

@@ -7,39 +7,27 @@ arms are made, one after the other: there is one state on the devices at a time.
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping
 from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ats_jax.config.schema import Config
 from ats_jax.data.batch import Batch
 from ats_jax.model.decoder import Decoder
 from ats_jax.orchestrator.actions.base import carry_out
 from ats_jax.orchestrator.actions.expert_view import SurgeryError
 from ats_jax.orchestrator.actions.loop import as_of
-from ats_jax.orchestrator.constants import SEEN_BATCHES
-from ats_jax.orchestrator.trials.arms import Arm, Proposal, Score, is_better, is_mended
-from ats_jax.orchestrator.trials.snapshots import Snapshot
+from ats_jax.orchestrator.constants import LEAST_MARGIN, SEEN_BATCHES
+from ats_jax.orchestrator.ports import Loop, NextUpdates
+from ats_jax.orchestrator.signals.probe import is_exact
+from ats_jax.orchestrator.signals.watch import Watch
+from ats_jax.orchestrator.trials.arms import Arm, Compared, Proposal, Score, is_better, is_mended
+from ats_jax.orchestrator.trials.snapshots import Snapshot, Snapshots
+from ats_jax.step.program import Program
 from ats_jax.step.state import StepMetrics, TrainState
 
 Saved = Mapping[str, Any]  # a position of the loop, as its checkpoints keep it
-
-
-class NextUpdates(NamedTuple):
-  """What the training loop offers to make updates in a comparison.
-
-  Attributes:
-    train_step: `(state, batch) -> (state, metrics)`, compiled; donates the state.
-    batches: opens the training batches from some position on, on the mesh.
-    wide_step: as `train_step`, without 8 bits; None where there are none.
-  """
-
-  train_step: Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]
-  batches: Callable[[], AbstractContextManager[Iterator[Batch]]]
-  wide_step: Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,48 +35,72 @@ class Means:
   """What arms are made and scored with.
 
   Attributes:
-    cfg: the run.
+    program: of the run.
     ahead: lends updates and batches from a position on.
     held: loss on held-out text: domain -> nats per token, "" is all of it.
     seen: sum of the cross-entropy on a training batch, and number of its tokens.
-    catch_up: makes of an earlier state and its step one to go on from now (`Program.catch_up`).
     good: the newest state that was found good; None = there is none.
     first: that of step 0, while it is kept.
     unchanged: whether nothing but steps has changed the state since `good`.
-    exact: whether the same steps must lead to the same bits.
-    margin: nats of the held-out loss by which they may differ where they need not.
     wide: those without 8 bits, of arms that switch them off: each is scored as it would go on.
   """
 
-  cfg: Config
+  program: Program
   ahead: Callable[[Saved], NextUpdates]
   held: Callable[[Decoder], Mapping[str, float]]
   seen: Callable[[Decoder, Batch], tuple[float, float]]
-  catch_up: Callable[[TrainState, int], TrainState]
   good: Snapshot | None
   first: Snapshot | None
   unchanged: bool
-  exact: bool
-  margin: float
   wide: "Means | None" = None
+
+  @classmethod
+  def of(
+    cls, watch: Watch, loop: Loop, ring: Snapshots, since: int, step: int, changed: int
+  ) -> "Means | None":
+    """Those of a run; None if the model has changed its rules since the arms parted.
+
+    Args:
+      watch: scores, with the program of the run.
+      loop: makes updates.
+      ring: states to begin from.
+      since: the step at which the arms part.
+      step: at which they end.
+      changed: the last step after which something else than a step changed the state.
+    """
+    program = watch.program
+    rules, trains = program.rules(step), program.training_rules(step)
+    same = lambda at: program.training_rules(at + 1) == trains and program.rules(at) == rules
+    if not same(since):
+      return None
+    good, first = (
+      x if x is not None and same(x.step) else None for x in (ring.back(0), ring.first)
+    )
+    unchanged = good is not None and changed <= good.step
+    means = cls(program, loop.ahead, *watch.scoring(rules), good, first, unchanged)
+    if not rules.fp8 or not program.cfg.precision.fp8:
+      return means
+    held, seen = watch.scoring(dataclasses.replace(rules, fp8=False))
+    return dataclasses.replace(means, wide=dataclasses.replace(means, held=held, seen=seen))
+
+  @property
+  def exact(self) -> bool:
+    """Whether the same steps must lead to the same bits."""
+    return is_exact(self.program)
 
 
 class Ended(NamedTuple):
   """What a comparison came to.
 
   Attributes:
-    waiting: where the run itself ended.
-    scores: of the arms, as `arms.winner` takes them.
+    compared: what is known of its arms.
     state: where the winner ended; the run goes on from it.
-    made: updates that the arms took.
     losses: training losses of the steps that the winner made, up to the end; () = waiting won.
     origin: step of the earlier state that the winner began from; None = of none.
   """
 
-  waiting: Score
-  scores: tuple[Score | str, ...]
+  compared: Compared
   state: TrainState
-  made: int
   losses: tuple[float, ...]
   origin: int | None
 
@@ -117,7 +129,7 @@ class Comparison:
     seen = self._seen_batches(means)
     waiting = best = _score(means, state.model, self.metrics, seen)
     if is_mended(self.proposal, waiting):
-      return Ended(waiting, (), state, 0, (), None)
+      return Ended(Compared(self.proposal, waiting, (), 0), state, (), None)
     kept, won, scores = Snapshot.swap_out(step, state), None, list[Score | str]()
     losses: tuple[float, ...] = ()
     for arm in self.proposal.arms:
@@ -139,7 +151,8 @@ class Comparison:
         break  # the same steps led elsewhere: neither batches nor the rate are to blame
     origin = None if won is None else self._origin(won, means)
     came_from = None if origin is None or origin is self._here else origin.step
-    return Ended(waiting, tuple(scores), kept.resume(), self._made, losses, came_from)
+    compared = Compared(self.proposal, waiting, tuple(scores), self._made)
+    return Ended(compared, kept.resume(), losses, came_from)
 
   def _origin(self, arm: Arm, means: Means) -> Snapshot | None:
     """Where an arm begins; None if there is no such state any more."""
@@ -165,10 +178,10 @@ class Comparison:
     if origin is not self._here and not is_check:
       control, rate = self._here.some(lambda s: (s.control, s.reflex.rate))
       state = as_of(state, origin.step if replays else self.first, control, rate)
-      state = state if replays else means.catch_up(state, origin.step)
+      state = state if replays else means.program.catch_up(state, origin.step)
     try:
       for action in arm.actions:
-        state = state if action.needs_saved else carry_out(action, state, means.cfg)
+        state = state if action.needs_saved else carry_out(action, state, means.program.cfg)
     except SurgeryError as error:  # it has become impossible since it was proposed
       return str(error)
     made = list[StepMetrics]()
@@ -192,7 +205,7 @@ class Comparison:
       (written,) = self._here.some(lambda s: (s.reflex.written,))
       return bool(np.array_equal(np.asarray(state.reflex.written), np.asarray(written)))
     held = means.held(state.model)
-    return all(abs(held[name] - loss) <= means.margin for name, loss in self._held.items())
+    return all(abs(held[name] - loss) <= LEAST_MARGIN for name, loss in self._held.items())
 
   def _seen_batches(self, means: Means) -> list[Batch]:
     """A few batches that were trained on between the snapshot and here."""

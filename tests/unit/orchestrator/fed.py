@@ -12,10 +12,10 @@ from helpers import counting_rows, micro_batches
 from ats_jax.data.batch import POSITION
 from ats_jax.data.rows.origin import Origin
 from ats_jax.model.param import trainable
+from ats_jax.orchestrator.ports import NextUpdates
 from ats_jax.orchestrator.record import ledger
 from ats_jax.orchestrator.signals.interval import probe_loss
 from ats_jax.orchestrator.supervisor import Supervisor
-from ats_jax.orchestrator.trials.compare import NextUpdates
 from ats_jax.step import tensors
 
 PROBE = counting_rows(10**6)

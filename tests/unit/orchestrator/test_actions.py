@@ -23,9 +23,10 @@ from ats_jax.orchestrator.actions import (
   SetWeightDecay,
   from_json,
 )
+from ats_jax.orchestrator.ports import NextUpdates
 from ats_jax.orchestrator.signals.interval import probe_loss
 from ats_jax.orchestrator.trials.arms import Arm, Proposal
-from ats_jax.orchestrator.trials.compare import Comparison, Means, NextUpdates
+from ats_jax.orchestrator.trials.compare import Comparison, Means
 from ats_jax.orchestrator.trials.snapshots import Snapshot
 from ats_jax.sharding.mesh import to_global
 from ats_jax.step.program import make_program
@@ -133,11 +134,12 @@ def test_a_program_compiled_for_eight_devices_takes_what_actions_and_trials_make
       comparison.metrics.append(metrics)
     sharding = state.model.embed.weight[...].sharding
     ahead = lambda saved: NextUpdates(step, lambda: contextlib.nullcontext(iter([batch] * 2)))
-    means = Means(CFG, ahead, look, None, program.catch_up, None, None, True, True, 0.0)
+    means = Means(program, ahead, look, None, None, None, True)
     ended = comparison.end(5, state, means, most=10)
     assert ended.state.model.embed.weight[...].sharding == sharding
     assert int(ended.state.step) == 5 and float(ended.state.control.lr_scale) == 3.0
-    assert ended.scores[0].held != ended.waiting.held and ended.made == 2
+    compared = ended.compared
+    assert compared.scores[0].held != compared.waiting.held and compared.made == 2
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 from ats_jax.orchestrator.actions import Repeat, Rollback, SetLearningRateScale
 from ats_jax.orchestrator.record.ledger import encode
-from ats_jax.orchestrator.trials.arms import Arm, Proposal, Score, is_mended, winner
+from ats_jax.orchestrator.trials.arms import Arm, Compared, Proposal, Score, is_mended
 
 BACK = Arm((Rollback(),), "state or batches", 0.01, 0.0, remembers=True)
 SLOWER = Arm((SetLearningRateScale(0.5, 1.0),), "learning rate", 0.01, 0.0, remembers=True)
@@ -21,6 +21,10 @@ def score(held, coming=2.0, seen=2.0, **domains):
 
 def proposed(*arms, **given):
   return Proposal("held-out loss", "it rose", arms or (BACK,), **given)
+
+
+def winner(proposal, waiting, scores):
+  return Compared(proposal, waiting, tuple(scores), made=0).winner
 
 
 @pytest.mark.parametrize(
@@ -90,7 +94,7 @@ def test_the_winner_never_diverged_and_a_ledger_gives_it_again(waiting, scores):
   place = winner(arms, waiting, scores)
   assert place is None or scores[place].finite
   told = lambda value: json.loads(json.dumps(encode(value), allow_nan=False))
-  again = [s if isinstance(s, str) else Score.from_json(told(s._asdict())) for s in scores]
-  first = Score.from_json(told(waiting._asdict()))
-  assert winner(Proposal.from_json(told(arms.to_json())), first, again) == place
+  dicts = [s if isinstance(s, str) else s._asdict() for s in scores]
+  line = {"proposal": arms.to_json(), "waiting": waiting._asdict(), "scores": dicts, "made": 0}
+  assert Compared.from_json(told(line)).winner == place
   assert Proposal.from_json(told(arms.to_json())) == arms

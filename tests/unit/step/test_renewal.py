@@ -14,9 +14,10 @@ from ats_jax.config.schema.setting import Table
 from ats_jax.model.param import trainable
 from ats_jax.orchestrator.actions import Rollback
 from ats_jax.orchestrator.policy.decide import Decision
+from ats_jax.orchestrator.ports import NextUpdates
 from ats_jax.orchestrator.supervisor import Supervisor
 from ats_jax.orchestrator.trials.arms import Arm, Proposal
-from ats_jax.orchestrator.trials.compare import Comparison, Means, NextUpdates
+from ats_jax.orchestrator.trials.compare import Comparison, Means
 from ats_jax.orchestrator.trials.snapshots import Snapshot
 from ats_jax.sharding.mesh import to_global
 
@@ -121,8 +122,6 @@ def test_an_arm_that_passes_over_a_start_renews_too(mesh):
     now = dataclasses.replace(canonical.copied(state), step=jnp.int32(7))
     comparison = Comparison(7, now, Proposal("held-out loss", "", (arm,)), {}, {"": 3.0})
     held, good = lambda model: {"": 3.0}, Snapshot.take(made_at, canonical.copied(state))
-    means = Means(
-      cfg, ahead, held, lambda *_: (1.0, 1.0), program.catch_up, good, None, True, True, 0.0
-    )
+    means = Means(program, ahead, held, lambda *_: (1.0, 1.0), good, None, True)
     comparison.end(8, now, means, most=1)
     assert found.pop() == (7, updates)
