@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any
 
 from absl import logging
 
@@ -16,12 +16,6 @@ class NoSupervisor(Watcher):
 
   wants_checkpoint = wants_restart = False
   decisions: tuple[Any, ...] = ()
-
-  def __enter__(self) -> Self:
-    return self
-
-  def __exit__(self, *exc: object) -> None:
-    pass
 
   def start(self, step: int, state: TrainState, saved: Mapping[str, Any] | None = None) -> None:
     """Begin before the update after `step`: say so if there are hooks, which nobody calls."""
@@ -44,7 +38,7 @@ class NoSupervisor(Watcher):
     check_finite(step, metrics)
     return state
 
-  def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
+  def evaluated(self, scores: Mapping[str, float]) -> None:
     """An evaluation was made: nothing to do."""
 
   def saved(self) -> dict[str, Any]:

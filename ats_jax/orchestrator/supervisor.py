@@ -7,7 +7,7 @@ checkpoint, where the loop waits anyway, is everything read.
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self, override
+from typing import Any
 
 from absl import logging
 
@@ -15,7 +15,6 @@ from ats_jax.config.build import CHANGES
 from ats_jax.data.batch import Batch
 from ats_jax.metrics.clock import Totals
 from ats_jax.metrics.watcher import Watcher
-from ats_jax.metrics.writer import MetricWriter
 from ats_jax.orchestrator import hooks
 from ats_jax.orchestrator.actions.base import Settings, carry_out
 from ats_jax.orchestrator.constants import SPAN_LOOKS
@@ -52,10 +51,8 @@ EVALUATED = "evaluated"  # losses of evaluations that no look has seen
 WATCHED = "watched"  # how far tensors moved
 
 
-class Supervisor(Watcher, MetricWriter):
+class Supervisor(Watcher):
   """Watches one run: it looks at the metrics of its steps, decides on actions and carries them out.
-
-  It takes metrics as every writer does (`write_scalars`).
 
   Attributes:
     policy: the state of the policy, which each checkpoint keeps.
@@ -135,7 +132,7 @@ class Supervisor(Watcher, MetricWriter):
     for hook in hooks.scheduled(step):
       self._requests.check(hook.wanted, step)
     if step:
-      self._teller.note("resumed_from", step)
+      self._teller.write("resumed_from", step)
     has_room = self._snapshots.fits(state, COPIES_OF_COMPARISON)
     able = self.acts and has_room and self._loop is not None and self._watch.probe is not None
     self._begin_terms(step, compares=able)
@@ -164,7 +161,7 @@ class Supervisor(Watcher, MetricWriter):
     eight_bits = self._program.cfg.precision.fp8 and self._program.fp8
     self._terms = self._terms._replace(compares=compares, eight_bits=eight_bits)
     facts = {name: x for name, x in self._terms._asdict().items() if name != "cfg"}
-    self._teller.note(
+    self._teller.write(
       "start", step, settings=dataclasses.asdict(self._cfg), **facts,
       accum_steps=self._program.cfg.step.accum_steps,
     )  # fmt: skip
@@ -186,7 +183,9 @@ class Supervisor(Watcher, MetricWriter):
     Raises:
       FloatingPointError: if the policy gives the run up.
     """
-    self.write_scalars(step, metrics)
+    self._watch.take(metrics)
+    if self._comparison is not None:
+      self._comparison.metrics.append(metrics)
     if step % self._cfg.check_interval:
       return state
     if self._pending is not None:
@@ -220,20 +219,15 @@ class Supervisor(Watcher, MetricWriter):
       self._requests.end(step)
     return state
 
-  @override
-  def write_scalars(self, step: int, scalars: Mapping[str, Any] | StepMetrics) -> None:
-    """Take in metrics of an evaluation, or of an update, which may not be computed yet."""
-    if isinstance(scalars, StepMetrics):
-      self._watch.take(scalars)
-      if self._comparison is not None:
-        self._comparison.metrics.append(scalars)
-    elif "eval/loss" in scalars:  # of the validation split; the next look sees it
-      self._evaluated.append(float(scalars["eval/loss"]))
+  def evaluated(self, scores: Mapping[str, float]) -> None:
+    """Take in the metrics of an evaluation, which the next look sees."""
+    if "eval/loss" in scores:  # of the validation split
+      self._evaluated.append(float(scores["eval/loss"]))
 
   def saved(self) -> dict[str, Any]:
     """What to keep with a checkpoint, right after `settle`; JSON values."""
     self.wants_checkpoint = False
-    self.flush()
+    self._teller.flush()
     return self._memory()
 
   def _memory(self) -> dict[str, Any]:
@@ -250,31 +244,18 @@ class Supervisor(Watcher, MetricWriter):
     position = {} if self._loop is None else self._loop.position()
     return {**position, **self._memory()}
 
-  @override
-  def flush(self) -> None:
-    """Make the ledger durable."""
-    self._teller.flush()
-
-  @override
   def close(self) -> None:
     """Make the ledger durable."""
     self._teller.close()
-
-  def __enter__(self) -> Self:
-    return self
-
-  def __exit__(self, *exc: object) -> None:
-    self.close()
 
   def _look(
     self, step: int, state: TrainState, pending: Pending, *, pause: bool = False
   ) -> TrainState:
     """Conclude from an interval, act, and record both."""
     reading, steps = self._watch.read(pending)
-    ready = None
+    request = None
     if not self.wants_restart:
-      ready = self._requests.ready(self._terms, self.policy, state, step, pause=pause)
-    request = None if ready is None else ready.request
+      request = self._requests.ready(self._terms, self.policy, state, step, pause=pause)
     seen, self._evaluated = Interval(reading, request, tuple(self._evaluated)), []
     self.policy, judgement = decide(self._terms, self.policy, seen, step)
     check_agreement(self.policy, reading._asdict(), judgement, self._requests.to_json())
@@ -292,9 +273,9 @@ class Supervisor(Watcher, MetricWriter):
       self.decisions.append((step, decision))
       state = self._carry_out(step, state, decision)
     self._proposal = judgement.proposal or self._proposal  # a pause may look twice
-    if ready is not None:
+    if request is not None:
       busy = self._comparison is not None or self._proposal is not None
-      self._requests.answer(ready, judgement, step, busy=busy)
+      self._requests.answer(request, judgement, step, busy=busy)
     if self._proposal is not None and self._proposal.at_once:
       self._compare(step, state)
       state = self._end_comparison(step, state)
@@ -321,7 +302,7 @@ class Supervisor(Watcher, MetricWriter):
       return state
     action.check(self._program.cfg)
     action.tell(self, step, decision.reason)
-    weighs = action.weighed and self._watch.probe is not None
+    weighs = action.at_pause and self._watch.probe is not None
     before = self._held(step, state) if weighs else {}
     changed = carry_out(action, state, self._program.cfg, saved)
     if weighs:

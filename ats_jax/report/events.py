@@ -9,7 +9,6 @@ import numpy as np
 
 from ats_jax.checkpoint import workdir
 from ats_jax.orchestrator.record import ledger, narrate
-from ats_jax.orchestrator.record.influence import tell_bounded, tell_scale
 from ats_jax.orchestrator.record.ledger import LedgerLine
 from ats_jax.orchestrator.signals.health import LEVELS
 from ats_jax.report.columns import Column
@@ -18,6 +17,9 @@ from ats_jax.store.paths import Path
 
 ROWS_AROUND = 5  # rows of metrics before and after a decision whose means are compared
 PROBE = "orchestrator/probe_loss"
+# Kind of a line of the ledger -> of its event.
+KINDS = {"bounded": "limited", "loss_scale": "limited", "comparison": "compared",
+         "resumed_from": "resumed"}  # fmt: skip
 
 
 class Event(NamedTuple):
@@ -68,23 +70,12 @@ def events_of(run: RunRecord) -> list[Event]:
 
 
 def _event(row: LedgerLine) -> Event:
-  step = row["step"]
-  match row["kind"]:
-    case "check":
-      seen = row["reading"]
-      about = f"Of steps {seen['first']:,} to {seen['step']:,}."
-      what = ": ".join((row["health"]["level"], *row["health"]["causes"]))
-      return Event(step, "finding", what, evidence=about)
-    case "bounded":
-      return Event(step, "limited", tell_bounded(row))
-    case "loss_scale":
-      return Event(step, "limited", tell_scale(row))
-    case "comparison":
-      return Event(step, "compared", narrate.comparison(row))
-    case "resumed_from":
-      return Event(step, "resumed", narrate.event(row))
-    case _:
-      return Event(step, "other", narrate.event(row))
+  if row["kind"] != "check":
+    return Event(row["step"], KINDS.get(row["kind"], "other"), narrate.event(row))
+  seen = row["reading"]
+  about = f"Of steps {seen['first']:,} to {seen['step']:,}."
+  what = ": ".join((row["health"]["level"], *row["health"]["causes"]))
+  return Event(row["step"], "finding", what, evidence=about)
 
 
 def _decision(run: RunRecord, rows: Sequence[LedgerLine], compared: str, since: int) -> Event:

@@ -207,7 +207,7 @@ def open_run(
       from ats_jax.train.supervise import open_supervisor
 
       assert snapshots is not None, "a run with an orchestrator has snapshots"
-      run.supervisor = enter(open_supervisor(run, snapshots))
+      run.supervisor = enter(contextlib.closing(open_supervisor(run, snapshots)))
     run.watchers = (*run.watchers, run.supervisor)
     run.supervisor.start(origin.step, state, origin.extra)
     stack.push(watchdog.take_error)  # the others hear of it before anything here waits for them

@@ -73,13 +73,13 @@ class Action:
   Attributes:
     words: what it does, with its fields in braces.
     edits: weights are edited, so that a rollback takes it back too.
-    at_pause: done only where the loop waits anyway, as before a checkpoint.
+    at_pause: done only where the loop waits anyway, as before a checkpoint; the held-out loss right
+      before and right after it is told.
     can_be_asked_for: a hook may ask for it.
     can_be_tried: it can be compared on the same next steps, with and without it.
     needs_saved: it replaces the state by an earlier one.
     replays: the batches since that state are trained on again, and not passed over.
     widens: its arm of a comparison multiplies without 8 bits.
-    weighed: the held-out loss right before and right after it is told.
     needs: a setting without which it does nothing.
   """
 
@@ -91,7 +91,6 @@ class Action:
   needs_saved: ClassVar[bool] = False
   replays: ClassVar[bool] = False
   widens: ClassVar[bool] = False
-  weighed: ClassVar[bool] = False
   needs: ClassVar[str] = ""
 
   def __init_subclass__(cls, *, abstract: bool = False) -> None:

@@ -32,8 +32,7 @@ class LayerEdit(Action, abc.ABC, abstract=True):
     layer: index from the bottom.
   """
 
-  edits = True
-  at_pause = weighed = True
+  edits = at_pause = True
 
   layer: int
 

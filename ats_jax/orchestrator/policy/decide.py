@@ -47,6 +47,7 @@ from ats_jax.orchestrator.policy.state import (
   LASTING,
   MACHINE,
   RISEN,
+  TRIED,
   Decision,
   Finding,
   Judgement,
@@ -208,7 +209,7 @@ def _decide_interval(
     finding = _suspicion(policy, proposal)
   elif not policy.rests_from(ANY):
     wanted = _recover(policy)
-    if not wanted and request is not None and request.cause != "comparison":
+    if not wanted and request is not None and request.cause != TRIED:
       wanted = [(request.action, request.cause, request.reason)]
     if not wanted:
       policy, proposal = _well(terms, policy, reading, request, step)

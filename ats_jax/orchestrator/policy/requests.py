@@ -1,30 +1,16 @@
 """What hooks ask for: kept until its turn, checked again before it is done."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from ats_jax.config.schema import Config
 from ats_jax.orchestrator import hooks
 from ats_jax.orchestrator.actions.base import Action, Now
 from ats_jax.orchestrator.policy.decide import Terms
-from ats_jax.orchestrator.policy.state import Judgement, PolicyState, Request
+from ats_jax.orchestrator.policy.state import TRIED, Judgement, PolicyState, Request
 from ats_jax.orchestrator.policy.triggers import HOOK
 from ats_jax.orchestrator.record.teller import Teller
 from ats_jax.step.state import TrainState
-
-
-class Ready(NamedTuple):
-  """A request whose turn it is.
-
-  Attributes:
-    place: in the queue.
-    request: with all that it left open filled in.
-    refusal: why it is not possible as things are; empty if it is.
-  """
-
-  place: int
-  request: Request
-  refusal: str = ""
 
 
 class Requests:
@@ -39,6 +25,7 @@ class Requests:
     """Go on with what `to_json` gave."""
     self._cfg, self._teller = cfg, teller
     self._last: tuple[int, list[Request]] = (-1, [])  # of the last step with requests
+    self._turn: Request | None = None  # of the queue, as `ready` found it
     self._told = list[Request]()  # of which it was said that they wait
     self.waiting, self.tried = [Request.from_json(fields) for fields in waiting], None
 
@@ -60,7 +47,7 @@ class Requests:
     if is_tried and not action.can_be_tried:
       raise ValueError(f"{action} cannot be compared on the next steps. Ask for it without Try.")
     action.check(self._cfg, step)
-    return Request(action, "comparison") if is_tried else Request(action)
+    return Request(action, TRIED) if is_tried else Request(action)
 
   def add(self, wanted: Action | hooks.Try, step: int) -> None:
     """Take it in; once, though before a checkpoint there may be several looks at one step.
@@ -80,8 +67,10 @@ class Requests:
 
   def ready(
     self, terms: Terms, policy: PolicyState, state: TrainState, step: int, *, pause: bool
-  ) -> Ready | None:
-    """The first whose turn it is; one that turns out impossible is dropped, and said so.
+  ) -> Request | None:
+    """The first whose turn it is, with all that it left open filled in.
+
+    One that turns out impossible is dropped, and said so.
 
     Args:
       terms: whether there may be comparisons.
@@ -90,54 +79,47 @@ class Requests:
       step: now.
       pause: whether the loop waits anyway, as before a checkpoint.
     """
-    found = self._first(policy, state, step, pause=pause)
-    if found is None:
+    turns = (x for x in self.waiting if pause or x.cause == TRIED or not x.action.at_pause)
+    self._turn = asked = next(turns, None)
+    if asked is None:
       return None
-    refusal = found.refusal
-    if found.request.cause == "comparison" and not terms.may_compare(policy):
+    action, refusal = asked.action, ""
+    try:
+      action.check(self._cfg, step)
+      action = action.fill(Now(self._cfg, step, policy, state))
+    except ValueError as error:
+      refusal = str(error)
+    if asked.cause == TRIED and not terms.may_compare(policy):
       lacks = (
         "there is no memory or time left for that (orchestrator.snapshot_gb, "
         "orchestrator.compare_share)"
         if terms.cfg.mode == "act" else "orchestrator.mode=observe only observes"
       )  # fmt: skip
-      refusal = f"{found.request.action} is to be compared, and {lacks}"
+      refusal = f"{action} is to be compared, and {lacks}"
     if not refusal:
-      return found
-    del self.waiting[found.place]
-    self._teller.refused(step, found.request.action, refusal)
+      return asked._replace(action=action)
+    self.waiting.remove(asked)
+    self._teller.refused(step, action, refusal)
     return None
 
-  def _first(
-    self, policy: PolicyState, state: TrainState, step: int, *, pause: bool
-  ) -> Ready | None:
-    for place, request in enumerate(self.waiting):
-      if pause or request.cause == "comparison" or not request.action.at_pause:
-        try:
-          request.action.check(self._cfg, step)
-          action = request.action.fill(Now(self._cfg, step, policy, state))
-        except ValueError as error:
-          return Ready(place, request, str(error))
-        return Ready(place, request._replace(action=action))
-    return None
-
-  def answer(self, ready: Ready, judgement: Judgement, step: int, *, busy: bool) -> None:
+  def answer(self, request: Request, judgement: Judgement, step: int, *, busy: bool) -> None:
     """Take it from the queue if it is done or compared now; else it is said once that it waits.
 
     Args:
-      ready: what was judged.
+      request: what `ready` returned last.
       judgement: of the look.
       step: now.
       busy: whether a comparison is going on, or begins.
     """
-    request, proposal = ready.request, judgement.proposal
+    waits, proposal = self._turn, judgement.proposal
+    assert waits is not None, "it is of the queue"
     is_done = any(decision.action is request.action for decision in judgement.decisions)
-    if request.cause == "comparison":
+    if request.cause == TRIED:
       is_done = proposal is not None and proposal.trigger == HOOK
       self.tried = request if is_done else self.tried
     if is_done:
-      del self.waiting[ready.place]
+      self.waiting.remove(waits)
       return
-    waits = self.waiting[ready.place]
     if judgement.stale or waits in self._told:
       return
     self._told.append(waits)

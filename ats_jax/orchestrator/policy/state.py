@@ -10,7 +10,8 @@ from ats_jax.orchestrator.signals.sources import History, Rise
 from ats_jax.orchestrator.trials.arms import Proposal
 
 # Causes of decisions that are to last: a recovery does not take them back.
-LASTING = ("request", "comparison", "plateau", "first rate")
+TRIED = "comparison"
+LASTING = ("request", TRIED, "plateau", "first rate")
 RISEN = "source "  # before its name, of `PolicyState.streaks`: a source whose training loss rose
 MACHINE = "machine"  # of `PolicyState.rests`: it was found to compute wrongly, and that stays
 ANY = "any"  # of `PolicyState.rests`: while a comparison is open, there is no other

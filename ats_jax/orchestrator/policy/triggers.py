@@ -30,7 +30,7 @@ from ats_jax.orchestrator.constants import (
   SPAN_LOOKS,
   USUAL_TURNOVER,
 )
-from ats_jax.orchestrator.policy.state import PolicyState, Request
+from ats_jax.orchestrator.policy.state import TRIED, PolicyState, Request
 from ats_jax.orchestrator.signals.interval import Reading
 from ats_jax.orchestrator.signals.sources import Rise
 from ats_jax.orchestrator.trials.arms import Arm, Proposal
@@ -186,7 +186,7 @@ def dead_expert(policy: PolicyState, reading: Reading) -> Proposal | None:
 
 def asked_for(action: Action) -> Proposal:
   """What a hook wants tried."""
-  return Proposal(HOOK, "a hook asked for it", (Arm((action,), "comparison", HARMLESS, None),))
+  return Proposal(HOOK, "a hook asked for it", (Arm((action,), TRIED, HARMLESS, None),))
 
 
 def more_room(policy: PolicyState, capacity: float | None) -> Request | None:

@@ -59,15 +59,22 @@ class LedgerLine(dict[str, Any]):
 
 
 class Ledger:
-  """Appends to a ledger; see `paths.Log` for what a process that is killed loses."""
+  """Appends to a ledger in process 0; see `paths.Log` for what a process that is killed loses."""
 
-  def __init__(self, path: Path):
-    """Open `path` for more, first cutting the last line if a killed process left half of it."""
-    content = paths.read_log(path) if path.exists() else b""
-    self._file = Log(path, content[: content.rfind(b"\n") + 1])
+  def __init__(self, path: Path | None):
+    """Open `path` for more, first cutting the last line if a killed process left half of it.
+
+    None = nothing is written.
+    """
+    self._file = None
+    if path is not None and jax.process_index() == 0:
+      content = paths.read_log(path) if path.exists() else b""
+      self._file = Log(path, content[: content.rfind(b"\n") + 1])
 
   def write(self, kind: str, step: int, action: Action | None = None, **fields: Any) -> None:
     """Append a line; of an action its name and its fields."""
+    if self._file is None:
+      return
     row = {"v": VERSION, "kind": kind, "step": step, **fields}
     if action is not None:
       row["fields"] = action.to_json()
@@ -76,11 +83,13 @@ class Ledger:
 
   def flush(self) -> None:
     """Make it durable."""
-    self._file.flush()
+    if self._file is not None:
+      self._file.flush()
 
   def close(self) -> None:
     """Make it durable and end."""
-    self._file.close()
+    if self._file is not None:
+      self._file.close()
 
 
 @contextlib.contextmanager

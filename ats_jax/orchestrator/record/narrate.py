@@ -30,10 +30,6 @@ def tell(path: Path) -> list[str]:
             lines.append(_line(row, health))
           look = f"training loss {float(row['reading']['loss']):.4g}, {health}"
           levels[now] += 1
-        case "bounded":
-          lines.append(_line(row, tell_bounded(row)))
-        case "loss_scale":
-          lines.append(_line(row, tell_scale(row)))
         case "decision":
           lines.append(_line(row, f"{deed(row)} because of {because(row)}"))
           if advice := row["fields"].get("advice"):
@@ -45,8 +41,12 @@ def tell(path: Path) -> list[str]:
 
 
 def event(row: Mapping[str, Any]) -> str:
-  """What a line says that is neither a look, a limit nor a decision."""
+  """What a line says that is neither a look nor a decision."""
   match row["kind"]:
+    case "bounded":
+      return tell_bounded(row)
+    case "loss_scale":
+      return tell_scale(row)
     case "start":
       settings = row["settings"]
       does = {"act": "acts", "observe": "only observes"}[settings["mode"]]

@@ -6,7 +6,6 @@ The ledger and the metrics have every look. The log has what changes.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
 from absl import logging
 
 from ats_jax.orchestrator.actions.base import Action
@@ -22,38 +21,21 @@ from ats_jax.store.paths import Path
 Write = Callable[[int, Mapping[str, float]], None]
 
 
-class Teller:
-  """Tells of one run, in its first process."""
+class Teller(Ledger):
+  """Tells of one run."""
 
-  def __init__(self, ledger: Path | None, write: Write | None):
-    """Take where the ledger is, if there is one, and what takes metrics."""
-    self._ledger = None
-    if ledger is not None and jax.process_index() == 0:
-      self._ledger = Ledger(ledger)
-    self._write = write
+  def __init__(self, path: Path | None, write: Write | None):
+    """Take where the ledger is to be, if anywhere, and what takes metrics."""
+    super().__init__(path)
+    self._write_metrics = write
     self._said = dict[str, int]()  # name of a cause -> its level, while it lasts
-
-  def note(self, kind: str, step: int, action: Action | None = None, **fields: Any) -> None:
-    """A line of the ledger."""
-    if self._ledger is not None:
-      self._ledger.write(kind, step, action, **fields)
-
-  def flush(self) -> None:
-    """Make what the ledger holds durable."""
-    if self._ledger is not None:
-      self._ledger.flush()
-
-  def close(self) -> None:
-    """Make the ledger durable."""
-    if self._ledger is not None:
-      self._ledger.close()
 
   def look(
     self, step: int, seen: Interval, judgement: Judgement, health: Health, host: Mapping[str, float]
   ) -> None:
     """What was seen at a look, and how the run is."""
     request = None if seen.request is None else seen.request.to_json()
-    self.note(
+    self.write(
       "check", step, reading=seen.reading._asdict(), stale=judgement.stale,
       health=health._asdict(), host=host, request=request, evaluated=seen.evaluated,
     )  # fmt: skip
@@ -64,9 +46,9 @@ class Teller:
     """What was left out or shrunk, and what tells its rows; the loss's scale."""
     if (left := bounded_steps(steps)) is not None:
       at, row = read or (None, None)
-      self.note("bounded", step, **left, row=row, step_of_row=at, batch_size=batch_size)
+      self.write("bounded", step, **left, row=row, step_of_row=at, batch_size=batch_size)
     if (scale := scale_changes(steps)) is not None:
-      self.note("loss_scale", step, **scale)
+      self.write("loss_scale", step, **scale)
 
   def health(self, health: Health) -> None:
     """Log a cause when it begins, when it gets better or worse, and when it is over."""
@@ -80,14 +62,14 @@ class Teller:
 
   def metrics(self, step: int, reading: Reading, policy: PolicyState, health: Health) -> None:
     """What the metrics have of a look."""
-    if self._write is None:
+    if self._write_metrics is None:
       return
     names = {name: f"orchestrator/{name and f'{name}/'}probe_loss" for name in reading.held}
     seen = {names[name]: loss for name, loss in reading.held.items()}
     if reading.sources:
       risen = sum(name.startswith(RISEN) for name in policy.streaks)
       seen["orchestrator/risen_sources"] = risen
-    self._write(step, {
+    self._write_metrics(step, {
       "orchestrator/health": LEVELS.index(health.level),
       "orchestrator/lr_scale": policy.lr_scale,
       "orchestrator/decisions": policy.decisions,
@@ -100,7 +82,7 @@ class Teller:
     self, step: int, decision: Decision, came_to: Mapping[str, Any], *, applied: bool
   ) -> None:
     """What is done, or would be."""
-    self.note(
+    self.write(
       "decision", step, decision.action, id=decision.id, cause=decision.cause,
       reason=decision.reason, applied=applied, **came_to,
     )  # fmt: skip
@@ -112,7 +94,7 @@ class Teller:
 
   def weighed(self, step: int, action: Action, before: float, after: float) -> None:
     """What an action has done to the held-out loss, before any further step."""
-    self.note("weighed", step, action, before=before, after=after)
+    self.write("weighed", step, action, before=before, after=after)
     logging.info(
       "orchestrator: step %d: %s: held-out loss %.6g before, %.6g after",
       step,
@@ -123,12 +105,12 @@ class Teller:
 
   def waits(self, step: int, request: Request, reason: str) -> None:
     """What a hook asked for is not done yet."""
-    self.note("waits", step, request.action, reason=reason)
+    self.write("waits", step, request.action, reason=reason)
     logging.info("orchestrator: step %d: %s waits: %s", step, request.action, reason)
 
   def refused(self, step: int, action: Action, reason: str) -> None:
     """What a hook asked for is not possible."""
-    self.note("refused", step, action, reason=reason)
+    self.write("refused", step, action, reason=reason)
     logging.warning("orchestrator: what a hook asked for is not possible: %s", reason)
 
   def opened(self, step: int, proposal: Proposal) -> None:
@@ -140,13 +122,13 @@ class Teller:
 
   def given_up(self, step: int, first: int, reason: str) -> None:
     """A comparison under way is dropped."""
-    self.note("given_up", step, first=first, reason=reason)
+    self.write("given_up", step, first=first, reason=reason)
     logging.info("orchestrator: step %d: drops the comparison since %d: %s", step, first, reason)
 
   def comparison(self, step: int, first: int, compared: Compared, losses: Sequence[float]) -> None:
     """What came of a comparison, and the training losses of the steps that the winner made."""
     scores = [x if isinstance(x, str) else x._asdict() for x in compared.scores]
-    self.note(
+    self.write(
       "comparison", step, first=first, proposal=compared.proposal.to_json(),
       waiting=compared.waiting._asdict(), scores=scores, made=compared.made, losses=losses,
     )  # fmt: skip

@@ -1,7 +1,7 @@
 """What the supervisor looks at: an interval of steps, summed up in a few replicated numbers."""
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -141,7 +141,7 @@ def sum_up(
   return Reading(
     first=steps.last - len(steps.rows) + 1,
     step=steps.last,
-    loss=_median(column["train/loss"]),
+    loss=_of_finite(np.median, column["train/loss"]),
     held=held or {},
     sound=bool(weights_are_finite and np.isfinite([*(held or {}).values()]).all()),
     nonfinite=int(np.sum(column["reflex/broken"] > 0)),
@@ -149,7 +149,7 @@ def sum_up(
     held_steps=int(last["reflex/held"]),
     learning_rate=last["train/scheduled_rate"],
     applied=last["train/learning_rate"],
-    means={name: _mean(values) for name, values in column.items()},
+    means={name: _of_finite(np.mean, values) for name, values in column.items()},
     wrong=int(np.sum(column["reflex/wrong"])),
     tensor=_first_wrong(column, tensors),
     miscounted=int(np.max(column["reflex/miscounted"])),
@@ -190,36 +190,11 @@ def probe_loss(sums: Sums | np.ndarray) -> float:
 
 def probe_sums(sums: Sums | np.ndarray) -> tuple[float, float]:
   """Sum of the cross-entropy and number of tokens, of what eval steps return; waits for it."""
-  cross_entropy, _, tokens = _total(sums)
-  return float(cross_entropy), float(tokens)
+  parts = np.reshape(jax.device_get(sums), (-1, 3))
+  cross_entropy, _, tokens = np.sum(parts, axis=0, dtype=np.float64).tolist()
+  return cross_entropy, tokens
 
 
-def check_probe(sums: Sums) -> None:
-  """Does the probe hold a token to predict? Takes what eval steps return.
-
-  Raises:
-    ValueError: if all is padding.
-  """
-  if not _total(sums)[2] > 0.0:
-    raise ValueError(
-      "the probe batch of the orchestrator holds no token that counts in the loss. Give it rows of "
-      "text that are not all padding."
-    )
-
-
-def _total(sums: Sums | np.ndarray) -> np.ndarray:
-  return np.sum(np.reshape(jax.device_get(sums), (-1, 3)), axis=0, dtype=np.float64)
-
-
-def _finite(values: np.ndarray) -> np.ndarray:
-  return values[np.isfinite(values)]
-
-
-def _median(values: np.ndarray) -> float:
-  finite = _finite(values)
-  return float(np.median(finite)) if finite.size else float("nan")
-
-
-def _mean(values: np.ndarray) -> float:
-  finite = _finite(values)
-  return float(np.mean(finite)) if finite.size else float("nan")
+def _of_finite(reduced: Callable[[np.ndarray], Any], values: np.ndarray) -> float:
+  finite = values[np.isfinite(values)]
+  return float(reduced(finite)) if finite.size else float("nan")

@@ -15,7 +15,7 @@ from ats_jax.data.batch import Batch
 from ats_jax.metrics.host_copy import start_copy
 from ats_jax.model.decoder import Decoder
 from ats_jax.model.forward_pass import Pass
-from ats_jax.orchestrator.signals.interval import Fault, Sums, check_probe, probe_loss
+from ats_jax.orchestrator.signals.interval import Fault, Sums, probe_loss, probe_sums
 from ats_jax.sharding.apply import num_shards, reshape
 from ats_jax.step.program import Program
 
@@ -74,7 +74,12 @@ class Probe:
       ValueError: if there is no token to predict.
     """
     sums = [self.score(program, model, rules) for _ in range(3)]
-    check_probe(sums[0])
+    _, tokens = probe_sums(sums[0])
+    if not tokens > 0.0:
+      raise ValueError(
+        "the probe batch of the orchestrator holds no token that counts in the loss. Give it rows "
+        "of text that are not all padding."
+      )
     self.spread = float(np.ptp([probe_loss(s) for s in sums]))
 
   def losses(self, sums: Sums) -> dict[str, float]:

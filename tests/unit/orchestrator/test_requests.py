@@ -158,10 +158,10 @@ def test_an_expert_is_added_at_a_checkpoint_released_and_taken_back(mesh, tmp_pa
 def test_adding_an_expert_is_exact(mesh):
   run = Run(None)(2)
   before = run.probe_loss()
-  ready = Requests(CFG, Teller(None, None), [Request(AddExpert(LAYER)).to_json()]).ready(
+  request = Requests(CFG, Teller(None, None), [Request(AddExpert(LAYER)).to_json()]).ready(
     Terms.of(CFG), PolicyState(), run.state, 2, pause=True
   )
-  run.state = ready.request.action.apply(run.state, CFG)
+  run.state = request.action.apply(run.state, CFG)
   assert abs(run.probe_loss() - before) < 1e-5
 
 
