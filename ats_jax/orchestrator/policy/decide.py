@@ -48,6 +48,7 @@ from ats_jax.orchestrator.policy.state import (
   MACHINE,
   RISEN,
   TRIED,
+  UNCLEAR,
   Decision,
   Finding,
   Judgement,
@@ -180,16 +181,16 @@ def _decide_interval(
   policy = _settle(policy, reading)
   margins = {name: _margin(policy.history.get(name, ())) for name in reading.held}
   excess = {name: loss - policy.best.get(name, loss) for name, loss in _domains(reading).items()}
-  worse = {name: above > margins[name] for name, above in excess.items()}
-  is_worse = not reading.sound or any(worse.values())
+  worse = {name: above for name, above in excess.items() if above > margins[name]}
+  is_worse = not reading.sound or bool(worse)
   finding, proposal, wanted = _certain(reading), None, list[Wanted]()
   may_compare = terms.may_compare(policy)
-  rises = _rises(policy, reading, worse)
+  rises = _rises(policy, reading, {name: name in worse for name in excess})
   if reading.logits and not policy.logits[1] and reading.step >= _first_steps(terms):
     policy = policy._replace(logits=(reading.step, reading.logits))
   policy = _remember(policy, reading, rises, calm=finding is None and not is_worse)
   is_blamed = finding is None and MACHINE in policy.rests
-  finding = Finding("state", True, BLAMED) if is_blamed else finding
+  finding = Finding("state", BLAMED) if is_blamed else finding
   is_damaged = finding is not None and finding.cause == "state" and (is_worse or _stays(reading))
   is_first = reading.sound or not (policy.rests_from(triggers.DAMAGE) or policy.has_gone_back)
   if is_blamed and policy.rests_from(MACHINE):
@@ -204,7 +205,7 @@ def _decide_interval(
   elif is_worse:
     proposal = (
       triggers.rose_too_far(policy, reading) if policy.streak("settling")
-      else triggers.worse(policy, reading, excess, margins, eight_bits=terms.eight_bits)
+      else triggers.worse(policy, reading, worse, margins, eight_bits=terms.eight_bits)
     )  # fmt: skip
     finding = _suspicion(policy, proposal)
   elif not policy.rests_from(ANY):
@@ -226,7 +227,7 @@ def _decide_interval(
   policy, decisions = _act(policy, wanted, step, applied=terms.cfg.mode == "act")
   good = reading.sound and not is_worse and not (finding is not None and finding.certain)
   asks = triggers.more_room(policy, terms.capacity)
-  above = max((excess[name] for name in excess if worse[name]), default=0.0)
+  above = max(worse.values(), default=0.0)
   return policy, Judgement(False, good, finding, decisions, proposal, asks, above, rises)
 
 
@@ -264,14 +265,14 @@ def _certain(reading: Reading) -> Finding | None:
   if not reading.sound:
     why = f"{_doubts(reading)}; " if _doubts(reading) else ""
     reason = f"{why}weights or their held-out loss ({reading.probe}) are not finite"
-    return Finding("state", True, reason)
+    return Finding("state", reason)
   for fault in reading.faults:
-    return Finding(fault.cause, True, fault.reason)
+    return Finding(fault.cause, fault.reason)
   if doubts := _doubts(reading):
-    return Finding("state", True, f"{doubts}; held-out loss {reading.probe:.4g}")
+    return Finding("state", f"{doubts}; held-out loss {reading.probe:.4g}")
   if reading.broken >= BROKEN_STEPS:
     steps = f"no loss or gradient was finite in the last {reading.broken} steps"
-    return Finding("system", True, f"{steps}, though the weights are")
+    return Finding("system", f"{steps}, though the weights are")
   return None
 
 
@@ -296,7 +297,7 @@ def _suspicion(policy: PolicyState, proposal: Proposal | None) -> Finding | None
   """Said once: while its trigger rests, it has been looked into."""
   if proposal is None or policy.rests_from(proposal.trigger):
     return None
-  return Finding("unclear", False, f"{proposal.reason}: {REMEDIES}")
+  return Finding(UNCLEAR, f"{proposal.reason}: {REMEDIES}")
 
 
 def _remedies(
@@ -448,9 +449,8 @@ def _remember(
 
 def _follow_evaluations(policy: PolicyState, losses: tuple[float, ...]) -> PolicyState:
   for loss in losses:
-    best, worse = policy.best_eval, policy.worse_evals + 1
-    best, worse = (loss, 0) if loss < best else (best, worse)
-    policy = policy._replace(best_eval=best, worse_evals=worse)
+    worse = policy._replace(worse_evals=policy.worse_evals + 1)
+    policy = policy._replace(best_eval=loss, worse_evals=0) if loss < policy.best_eval else worse
   return policy
 
 

@@ -10,7 +10,7 @@ from ats_jax.orchestrator.signals.sources import History, Rise
 from ats_jax.orchestrator.trials.arms import Proposal
 
 # Causes of decisions that are to last: a recovery does not take them back.
-TRIED = "comparison"
+TRIED, UNCLEAR = "comparison", "unclear"
 LASTING = ("request", TRIED, "plateau", "first rate")
 RISEN = "source "  # before its name, of `PolicyState.streaks`: a source whose training loss rose
 MACHINE = "machine"  # of `PolicyState.rests`: it was found to compute wrongly, and that stays
@@ -44,15 +44,18 @@ class Finding(NamedTuple):
   """What is wrong.
 
   Attributes:
-    cause: "state", "count", "data" or "system" where an invariant shows it; "unclear" where the
+    cause: "state", "count", "data" or "system" where an invariant shows it; `UNCLEAR` where the
       held-out loss rose, of which a comparison may tell the reason.
-    certain: shown by an invariant, not by statistics.
     reason: in words.
   """
 
   cause: str
-  certain: bool
   reason: str
+
+  @property
+  def certain(self) -> bool:
+    """Whether an invariant shows it, not statistics."""
+    return self.cause != UNCLEAR
 
 
 class Decision(NamedTuple):

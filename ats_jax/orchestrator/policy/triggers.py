@@ -3,7 +3,7 @@
 Each rule returns a `Proposal` or None. Whether a comparison is allowed at all is decided before.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ats_jax.orchestrator.actions import (
   Action,
@@ -44,11 +44,11 @@ ROOMS = (1.0, 1.25, 1.5, 2.0)
 def worse(
   policy: PolicyState,
   reading: Reading,
-  excess: dict[str, float],
-  margins: dict[str, float],
+  above: Mapping[str, float],
+  margins: Mapping[str, float],
   *,
   eight_bits: bool = False,
-) -> Proposal | None:
+) -> Proposal:
   """Some held-out text is worse than it was, by more than noise.
 
   The same steps again show whether the machine is at fault. Going back without them helps against
@@ -57,19 +57,16 @@ def worse(
   Args:
     policy: after the look.
     reading: what was looked at.
-    excess: domain -> nats above its reference.
+    above: domain that is worse -> nats above its reference.
     margins: domain -> nats that are noise.
     eight_bits: whether there are 8 bits to be switched off.
   """
-  domains = tuple(name for name in excess if excess[name] > margins[name])
-  if not domains:
-    return None
-  usual = {name: policy.best[name] + margins[name] for name in domains}
+  usual = {name: policy.best[name] + margins[name] for name in above}
   again = _careful("machine", Repeat())._replace(mends=True)
   arms = again, *_back_or_slower(policy, reading, eight_bits=eight_bits)
-  losses = ", ".join(f"{name} {excess[name]:+.3g} nats".strip() for name in domains)
+  losses = ", ".join(f"{name} {nats:+.3g} nats".strip() for name, nats in above.items())
   reason = f"held-out loss above its best: {losses}"
-  return Proposal(HELD_OUT, reason, arms, domains, usual)
+  return Proposal(HELD_OUT, reason, arms, tuple(above), usual)
 
 
 def damaged(reason: str, *, at_once: bool = False) -> Proposal:

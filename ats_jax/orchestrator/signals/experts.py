@@ -24,7 +24,7 @@ class OpenExperts:
 
   def __init__(self, cfg: Config, state: TrainState):
     """Read which slots are open. Waits for the step that makes `state`."""
-    self.layers = moe_layers(cfg)
+    self.layers = tuple(index for index, kind in enumerate(layer_kinds(cfg)) if kind.moe)
     self.is_open = np.stack([view_experts(cfg, state, layer).is_open for layer in self.layers])
 
   def starved(self, loads: Sequence[np.ndarray]) -> tuple[tuple[int, int], ...]:
@@ -34,14 +34,7 @@ class OpenExperts:
       loads: moe/load of consecutive steps, each [layers, slots and null experts].
     """
     share = np.mean(loads, axis=0)[:, : self.is_open.shape[1]]
-    mean = np.sum(share * self.is_open, axis=1, keepdims=True) / np.sum(
-      self.is_open, axis=1, keepdims=True
-    )
+    mean = np.mean(share, axis=1, keepdims=True, where=self.is_open)
     starved = np.argwhere(self.is_open & (share < STARVED * mean))
     order = np.argsort([share[row, slot] for row, slot in starved], kind="stable")
     return tuple((self.layers[row], int(slot)) for row, slot in starved[order])
-
-
-def moe_layers(cfg: Config) -> tuple[int, ...]:
-  """Indices of the layers with experts."""
-  return tuple(index for index, kind in enumerate(layer_kinds(cfg)) if kind.moe)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 from ats_jax.orchestrator.constants import CHANGE_TIMES, LARGE_LOGIT, LOGIT_GROWTH
 from ats_jax.orchestrator.policy.state import Finding
@@ -38,13 +38,6 @@ class Health(NamedTuple):
   causes: tuple[str, ...]
   names: tuple[str, ...] = ()
   levels: tuple[int, ...] = ()
-
-  @classmethod
-  def of(cls, causes: Sequence[Cause]) -> Self:
-    """Make the report of these causes, which is as bad as the worst one."""
-    causes = sorted(causes, key=lambda cause: -cause.level)
-    names, levels, says = zip(*causes, strict=True) if causes else ((), (), ())
-    return cls(LEVELS[max(levels, default=0)], says, names, levels)
 
 
 class Limit(NamedTuple):
@@ -91,7 +84,7 @@ def health_of(
   finding: Finding | None,
   further: Sequence[Cause] = (),
 ) -> Health:
-  """Say how an interval of steps was.
+  """Say how an interval of steps was: as bad as the worst of all causes.
 
   Args:
     means: means of the metrics over the interval, by name.
@@ -110,7 +103,9 @@ def health_of(
     value = means.get(limit.metric, math.nan)
     if level := limit.level(value):
       causes.append(Cause(limit.metric, level, f"{limit.metric} is {value:.3g}: {limit.says}"))
-  return Health.of(causes)
+  causes.sort(key=lambda cause: -cause.level)
+  names, levels, says = zip(*causes, strict=True) if causes else ((), (), ())
+  return Health(LEVELS[max(levels, default=0)], says, names, levels)
 
 
 def grown_logits(logits: Sequence[float], usual: Sequence[float], since: int) -> list[Cause]:

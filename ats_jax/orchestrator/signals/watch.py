@@ -6,7 +6,7 @@ Only `read` waits for the device: a look reads what was gathered at the one befo
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -189,16 +189,15 @@ class Watch:
   def read(self, pending: Pending) -> tuple[Reading, Steps]:
     """What was gathered, and the metrics of its steps."""
     steps = Steps(self.names, pending.step, np.stack(jax.device_get(pending.rows)))
-    losses, metrics = {}, dict[str, float]()
+    losses, seen, metrics = {}, dict[str, Any](), dict[str, float]()
     if self.probe is not None and pending.probe is not None:
       losses = self.probe.losses(pending.probe)
     reading = sum_up(steps, losses, self._tensors)
-    reading = reading._replace(faults=self._faults(pending, steps))
     if self.probe is not None:
-      reading = reading._replace(rules=dataclasses.astuple(pending.rules))
+      seen["rules"] = dataclasses.astuple(pending.rules)
     if pending.logits is not None:
-      reading = reading._replace(logits=tuple(np.asarray(pending.logits).tolist()))
-      if (largest := max(reading.logits)) > -math.inf:
+      seen["logits"] = tuple(np.asarray(pending.logits).tolist())
+      if (largest := max(seen["logits"])) > -math.inf:
         metrics["orchestrator/attention_logit"] = largest
     if pending.copies is not None:
       metrics["orchestrator/odd_copies"] = float(np.count_nonzero(pending.copies))
@@ -209,9 +208,9 @@ class Watch:
       if reading.applied > 0.0:  # else nothing should move
         self._moved = moved(times.tolist(), self._tensors)
     if self._experts is not None:
-      reading = reading._replace(starved=self._experts.starved(jax.device_get(pending.loads)))
+      seen["starved"] = self._experts.starved(jax.device_get(pending.loads))
     self.laps = [*self.laps, pending.host][-REMEMBERED_LAPS:]
-    return reading._replace(looked=metrics), steps
+    return reading._replace(faults=self._faults(pending, steps), looked=metrics, **seen), steps
 
   def _faults(self, pending: Pending, steps: Steps) -> tuple[Fault, ...]:
     cfg, disagree = self.program.cfg, ()

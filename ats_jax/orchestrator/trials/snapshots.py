@@ -141,12 +141,8 @@ class Snapshots:
 
 def local_bytes(state: TrainState) -> int:
   """Bytes that this process holds of what a snapshot holds; replicas on its devices count once."""
-  return sum(_local_bytes(x) for x in jax.tree.leaves(_parts(state)))
-
-
-def _local_bytes(x: jax.Array) -> int:
-  shards = {str(s.index): s.data.nbytes for s in x.addressable_shards}
-  return sum(shards.values())
+  shards = lambda x: {str(s.index): s.data.nbytes for s in x.addressable_shards}
+  return sum(sum(shards(x).values()) for x in jax.tree.leaves(_parts(state)))
 
 
 def _parts(state: TrainState) -> tuple[Any, ...]:

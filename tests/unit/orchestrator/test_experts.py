@@ -18,7 +18,7 @@ from ats_jax.orchestrator.actions.expert_view import find_layer, view_experts
 from ats_jax.orchestrator.constants import EXPERT_LOOKS, SPAN_LOOKS
 from ats_jax.orchestrator.record import ledger
 from ats_jax.orchestrator.record.narrate import tell
-from ats_jax.orchestrator.signals.experts import OpenExperts, moe_layers
+from ats_jax.orchestrator.signals.experts import OpenExperts
 
 DEAD, LAYER = 2, 1
 EXACT = 1e-5  # nats per token, float32
@@ -46,9 +46,9 @@ def starve(state):
 
 @pytest.mark.thorough
 def test_a_dead_expert_is_recycled_and_learns(mesh, tmp_path):
-  assert moe_layers(CFG) == (LAYER,)
   program, rows = canonical.program(CFG), lambda step: random_rows(CFG, 8, seed=step)
   run = Run(program, tmp_path / "decisions.jsonl", probe=rows(99))
+  assert OpenExperts(CFG, run.state).layers == (LAYER,)
   starve(run.state)
   run(4 * EXPERT_LOOKS, rows)
   programs = program.train_step._cache_size()

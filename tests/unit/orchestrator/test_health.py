@@ -8,7 +8,6 @@ from ats_jax.metrics.clock import ASIDE, Clock
 from ats_jax.orchestrator.policy.decide import Finding
 from ats_jax.orchestrator.record.teller import Teller
 from ats_jax.orchestrator.signals.health import (
-  Health,
   grown_logits,
   health_of,
 )
@@ -34,7 +33,7 @@ def test_a_mean_past_its_limit_is_a_cause(means, level, says):
 
 
 def test_the_worst_cause_comes_first():
-  finding = Finding("state", True, "weights are not finite")
+  finding = Finding("state", "weights are not finite")
   health = health_of({"train/z": 150.0}, 3, finding)
   assert health.level == "critical" and health.causes[0] == "state: weights are not finite"
   assert health_of({}, 3, None).level == "warning"
@@ -78,7 +77,7 @@ def test_the_log_has_what_changes(caplog):
     assert says() == ["health: warning: train/z is 150: the logits grow (step.z_loss holds them)"]
     teller.health(one(3000.0))
     teller.health(health_of({"train/z": 3000.0, "moe/dropped": 0.1}, 0, None))
-    teller.health(Health.of([]))
+    teller.health(health_of({}, 0, None))
     teller.health(one(150.0))
   assert [line.split(" is ")[0] for line in says()[1:]] == [
     "health: critical: train/z",
@@ -100,6 +99,6 @@ def test_the_log_has_what_changes(caplog):
   ],
 )
 def test_attention_logits_that_are_large_and_have_grown_are_a_cause(logits, level, says):
-  health = Health.of(grown_logits(logits, (10.0, 70.0), 40))
+  health = health_of({}, 0, None, grown_logits(logits, (10.0, 70.0), 40))
   assert health.level == level and "".join(health.causes).startswith(says)
   assert not grown_logits(logits, (), 0)
