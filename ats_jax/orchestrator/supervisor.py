@@ -26,7 +26,7 @@ from ats_jax.orchestrator.record.influence import cost_of_lost_steps
 from ats_jax.orchestrator.record.ledger import check_agreement
 from ats_jax.orchestrator.record.teller import Teller, Write
 from ats_jax.orchestrator.signals.counts import Schedule
-from ats_jax.orchestrator.signals.health import health_of
+from ats_jax.orchestrator.signals.health import grown_logits, health_of, risen
 from ats_jax.orchestrator.signals.probe import Probe
 from ats_jax.orchestrator.signals.watch import Pending, Watch
 from ats_jax.orchestrator.trials.arms import Proposal
@@ -259,9 +259,12 @@ class Supervisor(Watcher):
     seen, self._evaluated = Interval(reading, request, tuple(self._evaluated)), []
     self.policy, judgement = decide(self._terms, self.policy, seen, step)
     check_agreement(self.policy, reading._asdict(), judgement, self._requests.to_json())
-    further = self._watch.causes(judgement, self.policy.logits, reading, pending, steps)
-    means = {**reading.means, **reading.looked}
-    health = health_of(means, reading.nonfinite, judgement.finding, further)
+    since, usual = self.policy.logits
+    further = (
+      *risen(judgement.above), *grown_logits(reading.logits, usual, since),
+      *self._watch.causes(judgement.rises, pending.read, steps),
+    )  # fmt: skip
+    health = health_of(reading.means, reading.nonfinite, judgement.finding, further)
     self._teller.look(step, seen, judgement, health, pending.host)
     batch_size = self._program.cfg.data.batch_size
     self._teller.steps(step, steps, pending.read, batch_size)

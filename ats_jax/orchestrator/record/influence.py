@@ -93,17 +93,12 @@ def _batches(steps: Sequence[int]) -> str:
 
 
 def _rows(line: Mapping[str, Any], steps: Sequence[int]) -> str:
-  rows = _rows_of(line, steps)
-  return f", rows {_ranges(rows)}" if rows else ""
-
-
-def _rows_of(line: Mapping[str, Any], steps: Sequence[int]) -> list[int]:
   """Training rows of the batches of `steps`, if the loop said where it was."""
   if line["row"] is None:
-    return []
-  size, end, last = line["batch_size"], line["row"], line["step_of_row"]
-  begin = lambda step: end - (last - step + 1) * size
-  return [row for step in steps for row in range(begin(step), begin(step) + size)]
+    return ""
+  size, last = line["batch_size"], line["step_of_row"]
+  end = lambda step: line["row"] - (last - step) * size
+  return f", rows {_ranges([row for step in steps for row in range(end(step) - size, end(step))])}"
 
 
 def _ranges(numbers: Sequence[int]) -> str:

@@ -17,13 +17,12 @@ from ats_jax.metrics.host_copy import start_copy
 from ats_jax.model.decoder import Decoder
 from ats_jax.model.forward_pass import Pass
 from ats_jax.model.param import trainable
-from ats_jax.orchestrator.policy.state import Judgement
 from ats_jax.orchestrator.ports import Loop, rows_read
 from ats_jax.orchestrator.signals.changes import Changes
 from ats_jax.orchestrator.signals.copies import Copies
 from ats_jax.orchestrator.signals.counts import Schedule, wrong_counts, wrong_position
 from ats_jax.orchestrator.signals.experts import OpenExperts
-from ats_jax.orchestrator.signals.health import Cause, grown_logits, moved, risen
+from ats_jax.orchestrator.signals.health import Cause, moved
 from ats_jax.orchestrator.signals.interval import (
   Fault,
   Reading,
@@ -104,7 +103,7 @@ class Watch:
     self._loop, self._clock, self._schedule = loop, Clock(totals), schedule
     self._rows, self._loads = list[jax.Array](), list[jax.Array]()
     self._experts: OpenExperts | None = None
-    self._changes, self._moved = Changes(), list[Cause]()
+    self._changes, self._moved = Changes(), list[Cause]()  # the latter at the last look
 
   def start(
     self, step: int, state: TrainState, remembered: Sequence[str | None] | None = None
@@ -220,30 +219,22 @@ class Watch:
     elsewhere = wrong_position(cfg, self._begin, pending.read)
     return (*self._copies.faults(pending.copies), *elsewhere, *disagree, *counts)
 
-  def causes(
-    self, judgement: Judgement, logits: tuple[int, Sequence[float]], reading: Reading,
-    pending: Pending, steps: Steps,
-  ) -> list[Cause]:  # fmt: skip
-    """What is worth a word of what was read last, beside its means.
+  def causes(self, rises: Sequence[Rise], read: RowsRead | None, steps: Steps) -> list[Cause]:
+    """What is worth a word of the tensors and sources that were read last.
 
     Args:
-      judgement: what was concluded.
-      logits: a step, and the largest attention logits then, which are usual.
-      reading: what `read` gave of `pending`.
-      pending: the interval.
-      steps: its metrics.
+      rises: sources whose training loss has risen.
+      read: position of the loop in the data after the last step; None = unknown.
+      steps: what they reported.
     """
-    since, usual = logits
-    of_weights = *risen(judgement.above), *grown_logits(reading.logits, usual, since), *self._moved
-    return [*of_weights, *(self._cause_of(rise, pending, steps) for rise in judgement.rises)]
-
-  def _cause_of(self, rise: Rise, pending: Pending, steps: Steps) -> Cause:
-    """What is said of a source whose training loss has risen: also which rows and files."""
-    at = ""
-    if self._loop is not None and pending.read is not None:
-      batch_size, origin = self.program.cfg.data.batch_size, self._loop.origin
-      at = f"; {where(rise.source, steps, pending.read, batch_size, origin)}"
-    return Cause(f"source {rise.source}", 1, rise.says + at)
+    causes = [*self._moved]
+    for rise in rises:  # also which rows and files
+      at = ""
+      if self._loop is not None and read is not None:
+        batch_size, origin = self.program.cfg.data.batch_size, self._loop.origin
+        at = f"; {where(rise.source, steps, read, batch_size, origin)}"
+      causes.append(Cause(f"source {rise.source}", 1, rise.says + at))
+    return causes
 
   def scoring(self, rules: Pass) -> tuple[Held, Seen]:
     """How models are scored by rules: on the probe, and on a batch."""
