@@ -95,7 +95,7 @@ def readings(course: Course, interval: int) -> Iterator[Reading]:
       held_steps=0,
       learning_rate=rate,
       applied=rate,
-      means={"train/param_norm": 1.0, "train/update_norm": 0.0},
+      means={},
       sources=sources,
     )
 

@@ -28,6 +28,7 @@ BROKEN_STEPS = 8  # steps in a row that are not finite: one or two are met in he
 BROKEN_STOP = 200  # such steps in a row that end the run, whatever the interval of looks
 
 # The first learning rate. Usual updates are 0.001 to 0.02 of the first weights' norm.
+TURNOVER_STEPS = 10  # over which updates are averaged, however long an interval of looks is
 FAST_TURNOVER = 0.045  # all weights turn over in 22 steps
 USUAL_TURNOVER = 0.008  # to which a lower rate aims
 FIRST_TURNOVERS = 7.0  # of the weights, before which a lower rate does not yet look better
@@ -39,15 +40,12 @@ RAISE = 3.0  # times the rate in a comparison: a smaller step does not show with
 RAISE_SHARE = 0.25  # of the progress in the same steps, beside LEAST_GAIN
 RAISE_SIGMAS = 2.0  # standard errors by which the training losses must agree, batch by batch
 
-# Training losses by source.
-SOURCE_LOOKS = 6  # looks that tell what is usual: fewer do not tell the noise
+# Training losses by source, and how far tensors move between two looks.
+USUAL_LOOKS = 6  # looks that tell what is usual: fewer do not tell the noise
 SOURCE_MARGIN = 0.05  # nats above it; less is not worth a word
 SOURCE_SIGMAS = 6.0  # standard errors above it: some sources have few rows, and long tails
 SHARE_RATIO = 1.5  # between shares of a source: with another one it is learnt and forgotten anew
-
-# How far tensors move between two looks.
-CHANGE_LOOKS = 6  # that tell what is usual
-CHANGE_TIMES = 4.0  # the usual change, beside what all tensors do
+CHANGE_TIMES = 4.0  # the usual change of a tensor, beside what all tensors do
 
 # Logits of attention.
 LARGE_LOGIT = 100.0  # where arXiv:2507.20534 holds them; some published models have larger ones

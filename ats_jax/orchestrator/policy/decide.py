@@ -29,7 +29,6 @@ from ats_jax.orchestrator.constants import (
   FIRST_MARGIN,
   FIRST_TURNOVERS,
   HISTORY,
-  LADDER_LOOKS,
   LADDER_RUNGS,
   LEAST_MARGIN,
   LEAST_SCALE,
@@ -192,7 +191,7 @@ def _decide_interval(
   is_blamed = finding is None and MACHINE in policy.rests
   finding = Finding("state", BLAMED) if is_blamed else finding
   is_damaged = finding is not None and finding.cause == "state" and (is_worse or _stays(reading))
-  is_first = reading.sound or not (policy.rests_from(triggers.DAMAGE) or policy.has_gone_back)
+  is_first = reading.sound or not (policy.rests_from(triggers.DAMAGE) or policy.rollbacks)
   if is_blamed and policy.rests_from(MACHINE):
     pass  # it may compute well a little later
   elif finding is not None and may_compare and (is_blamed or (is_damaged and is_first)):
@@ -320,7 +319,7 @@ def _remedies(
     return [Stop(BROKEN_ADVICE)] if reading.broken >= BROKEN_STOP else []
   if not is_damaged:
     return []  # it is mended, or harmless: going back would cost more
-  rung = 1 + sum(look > policy.looks - LADDER_LOOKS for look in policy.ladder)
+  rung = 1 + policy.rollbacks
   if rung >= LADDER_RUNGS:
     return [Stop()]
   scale = max(LEAST_SCALE, SLOWER * policy.lr_scale)
@@ -456,14 +455,9 @@ def _follow_evaluations(policy: PolicyState, losses: tuple[float, ...]) -> Polic
 
 def _start(policy: PolicyState, reading: Reading) -> tuple[float, float] | None:
   """Follow the relative size of updates, until the start is judged."""
-  if policy.start is None:
-    return None
-  norm, turnover = policy.start
-  if reading.first == 1:
-    norm = reading.means["train/param_norm"]
-  if not norm:  # a resumed run: its first weights are not known
-    return None
-  return norm, max(turnover, reading.means["train/update_norm"] / norm)
+  norm, turnover = policy.start or (0.0, 0.0)
+  norm = reading.norm if reading.first == 1 else norm  # else a resumed run: it is not known
+  return (norm, max(turnover, reading.fastest / norm)) if norm else None
 
 
 def _act(

@@ -148,9 +148,9 @@ class PolicyState(NamedTuple):
     return self.control["lr_scale"]
 
   @property
-  def has_gone_back(self) -> bool:
-    """Whether there was a rollback within the last looks."""
-    return any(look > self.looks - LADDER_LOOKS for look in self.ladder)
+  def rollbacks(self) -> int:
+    """How many there were within the last looks."""
+    return sum(look > self.looks - LADDER_LOOKS for look in self.ladder)
 
   def streak(self, name: str) -> int:
     """Looks in a row of a condition."""

@@ -97,7 +97,7 @@ def _back_or_slower(
 ) -> tuple[Arm, ...]:
   """Without the last steps, unless it was just done; without 8 bits; at a lower rate; both."""
   arms, slower = list[Arm](), _slower(policy, reading)
-  if not policy.has_gone_back:
+  if not policy.rollbacks:
     arms.append(_careful("state or batches", Rollback()))
   if eight_bits:
     arms.append(_careful("8 bits", FullPrecision()))
@@ -134,7 +134,7 @@ def too_fast(policy: PolicyState, turnover: float) -> Proposal | None:
 
 def rose_too_far(policy: PolicyState, reading: Reading) -> Proposal | None:
   """A rise that the schedule declares made text worse, and moves the weights far too fast."""
-  turnover = reading.means["train/update_norm"] / reading.means["train/param_norm"]
+  turnover = reading.fastest / reading.norm
   if not turnover > FAST_TURNOVER:
     return None
   slower = _as_usual(policy, turnover)

@@ -13,7 +13,7 @@ import numpy as np
 from ats_jax.metrics.host_copy import start_copy
 from ats_jax.model.decoder import Decoder
 from ats_jax.model.param import trainable
-from ats_jax.orchestrator.constants import CHANGE_LOOKS, HISTORY
+from ats_jax.orchestrator.constants import HISTORY, USUAL_LOOKS
 from ats_jax.step import tensors
 
 SUMS = 16  # of each tensor; a change is known to about a fifth then
@@ -62,7 +62,7 @@ class Changes:
     if last is None:
       return times
     moved = np.sqrt(np.mean(np.square(now - last), axis=0))
-    if len(self._usual) >= CHANGE_LOOKS:
+    if len(self._usual) >= USUAL_LOOKS:
       usual = np.median(self._usual, axis=0)
       np.divide(moved, usual, out=times, where=usual > 0.0)
       times /= max(float(np.median(times[usual > 0.0])), 1.0) if (usual > 0.0).any() else 1.0

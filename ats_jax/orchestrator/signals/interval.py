@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from ats_jax.orchestrator.constants import TURNOVER_STEPS
+
 SCALES = ("reflex/grad_scale", "reflex/rate_scale")  # 1 if all is well
 
 Sums = tuple[jax.Array, ...]  # what an eval step returned for each part of the probe
@@ -85,6 +87,8 @@ class Reading(NamedTuple):
     held_steps: in a row at the end whose learning rate was held.
     learning_rate: the schedule's rate at the end, without the policy's own factor.
     applied: learning rate, at the end.
+    norm: mean norm of the weights in the first TURNOVER_STEPS steps.
+    fastest: highest mean norm of as many updates in a row.
     means: mean of every metric of the step, over the steps where it was finite.
     starved: (layer, expert) of experts that got next to no tokens, the idlest first.
     rules: by which the probe is scored after `step`, the fields of a `Pass`; () if there is none.
@@ -109,6 +113,8 @@ class Reading(NamedTuple):
   learning_rate: float
   applied: float
   means: Mapping[str, float]
+  norm: float = 0.0
+  fastest: float = 0.0
   starved: tuple[tuple[int, int], ...] = ()
   rules: tuple[float, ...] = ()
   wrong: int = 0
@@ -138,6 +144,7 @@ def sum_up(
   column = steps.columns
   last = {name: float(values[-1]) for name, values in column.items()}
   weights_are_finite = np.isfinite(last["train/param_norm"])
+  windows = np.array_split(column["train/update_norm"], -(-len(steps.rows) // TURNOVER_STEPS))
   return Reading(
     first=steps.last - len(steps.rows) + 1,
     step=steps.last,
@@ -149,6 +156,8 @@ def sum_up(
     held_steps=int(last["reflex/held"]),
     learning_rate=last["train/scheduled_rate"],
     applied=last["train/learning_rate"],
+    norm=_of_finite(np.mean, column["train/param_norm"][:TURNOVER_STEPS]),
+    fastest=_of_finite(np.max, np.array([_of_finite(np.mean, window) for window in windows])),
     means={name: _of_finite(np.mean, values) for name, values in column.items()},
     wrong=int(np.sum(column["reflex/wrong"])),
     tensor=_first_wrong(column, tensors),

@@ -8,9 +8,9 @@ import numpy as np
 from ats_jax.data.rows.origin import Origin
 from ats_jax.orchestrator.constants import (
   SHARE_RATIO,
-  SOURCE_LOOKS,
   SOURCE_MARGIN,
   SOURCE_SIGMAS,
+  USUAL_LOOKS,
 )
 from ats_jax.orchestrator.signals.interval import RowsRead, SourceLoss, Steps
 
@@ -49,10 +49,10 @@ class Rise(NamedTuple):
 def risen_from(history: History, now: SourceLoss) -> float | None:
   """The usual loss of a source, if it is clearly above that now; else None."""
   losses = [loss for loss, _ in history]
-  if len(losses) < SOURCE_LOOKS or has_other_share(history, now):
+  if len(losses) < USUAL_LOOKS or has_other_share(history, now):
     return None
   noise = max(now.error, float(np.median(np.abs(np.diff(losses)))))
-  usual = float(np.median(losses[-SOURCE_LOOKS:]))
+  usual = float(np.median(losses[-USUAL_LOOKS:]))
   return usual if now.loss - usual > max(SOURCE_MARGIN, SOURCE_SIGMAS * noise) else None
 
 

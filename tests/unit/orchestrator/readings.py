@@ -10,10 +10,10 @@ from ats_jax.orchestrator.signals.interval import Fault, Reading
 
 INTERVAL = 10
 ACT = OrchestratorConfig(mode="act", check_interval=INTERVAL)
-MEANS = {"train/loss": 2.0, "train/param_norm": 10.0, "train/update_norm": 0.01}
+MEANS = {"train/loss": 2.0}
 HEALTHY: dict[str, Any] = dict(
   loss=2.0, probe=2.0, sound=True, nonfinite=0, broken=0,
-  held_steps=0, learning_rate=1e-3, applied=1e-3, means=MEANS,
+  held_steps=0, learning_rate=1e-3, applied=1e-3, means=MEANS, norm=10.0, fastest=0.01,
 )  # fmt: skip
 # What each fault looks like; with a held-out loss of 2 before it.
 NAN_STATE = dict(sound=False, probe=math.nan, nonfinite=10, broken=10)

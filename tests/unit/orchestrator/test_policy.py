@@ -12,8 +12,8 @@ from readings import (
   BAD_DATA,
   BAD_STATE,
   EDITED,
+  HEALTHY,
   INTERVAL,
-  MEANS,
   NAN_GRADIENT,
   NAN_STATE,
   UNEQUAL_COPIES,
@@ -351,7 +351,7 @@ def test_observing_decides_and_changes_nothing():
 
 
 def turning(turnover):
-  return {"means": MEANS | {"train/update_norm": 10.0 * turnover}}
+  return {"fastest": HEALTHY["norm"] * turnover}
 
 
 @pytest.mark.parametrize("turnover", [0.5, 0.16, 0.08])

@@ -14,7 +14,7 @@ from readings import ACT, Looks
 from ats_jax.config.schema.setting import Table
 from ats_jax.data.batch import SOURCE
 from ats_jax.data.rows.origin import Origin
-from ats_jax.orchestrator.constants import SETTLING_LOOKS, SOURCE_LOOKS
+from ats_jax.orchestrator.constants import SETTLING_LOOKS, USUAL_LOOKS
 from ats_jax.orchestrator.policy import triggers
 from ats_jax.orchestrator.signals.interval import RowsRead, SourceLoss, Steps, source_losses
 from ats_jax.orchestrator.signals.sources import where
@@ -30,7 +30,7 @@ def seen(code=2.0, web=3.0, *, held=HELD, share=0.5, error=0.01):
   return dict(held=held, sources=sources)
 
 
-def looks(times=2 * SOURCE_LOOKS, **given):
+def looks(times=2 * USUAL_LOOKS, **given):
   """After some usual looks."""
   found = Looks(ACT)
   found(times, **seen(**given))
@@ -63,7 +63,7 @@ def test_what_stays_becomes_usual():
   found = looks()
   rose = [bool(found(**seen(code=2.6)).rises) for _ in range(2 * SETTLING_LOOKS)]
   assert rose == [True] * (SETTLING_LOOKS + 1) + [False] * (SETTLING_LOOKS - 1)
-  found(SOURCE_LOOKS, **seen(code=2.6))
+  found(USUAL_LOOKS, **seen(code=2.6))
   assert found(**seen(code=3.2)).rises[0].usual == 2.6
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from fed import Run, computed_wrongly
 
-from ats_jax.orchestrator.constants import CHANGE_LOOKS, CHANGE_TIMES
+from ats_jax.orchestrator.constants import CHANGE_TIMES, USUAL_LOOKS
 from ats_jax.orchestrator.signals.changes import SUMS, Changes
 from ats_jax.orchestrator.signals.health import moved
 
@@ -25,7 +25,7 @@ def walking(changes, rng, steps, looks):
 def test_a_tensor_is_compared_with_its_own_past_and_with_the_others():
   changes, rng, usual = Changes(), np.random.default_rng(0), np.array([1.0, 1e-3, 0.0, 0.1])
   changes.at = np.zeros((SUMS, 4))
-  assert (walking(changes, rng, usual, CHANGE_LOOKS + 1) == 1.0).all()  # nothing is usual yet
+  assert (walking(changes, rng, usual, USUAL_LOOKS + 1) == 1.0).all()  # nothing is usual yet
   found = walking(changes, rng, usual, 2)
   assert (found[:2] < 2.0).all() and found[2] == 1.0
   found = walking(changes, rng, usual * [1.0, 20.0, 1.0, 1.0], 1)
@@ -45,7 +45,7 @@ def test_a_tensor_is_compared_with_its_own_past_and_with_the_others():
 def test_what_is_usual_survives_a_checkpoint():
   changes, rng = Changes(), np.random.default_rng(0)
   changes.at = np.zeros((SUMS, 4))
-  walking(changes, rng, np.ones(4), CHANGE_LOOKS + 2)
+  walking(changes, rng, np.ones(4), USUAL_LOOKS + 2)
   again = Changes()
   again.restore(json.loads(json.dumps(changes.to_json())))
   now = jnp.asarray(changes.at + 1.0)
