@@ -63,7 +63,6 @@ class SetLearningRateScale(Scalar):
   Attributes:
     scale: at most 32. The policy raises the rate above the schedule's only after the higher rate
       has won a comparison (`policy/triggers.py`), never in an emergency.
-    before: the value before the action.
   """
 
   scalar, called, least, most = "lr_scale", "the learning rate's scale", 1e-6, 32.0
@@ -94,7 +93,6 @@ class SetWeightDecay(Scalar):
 
   Attributes:
     scale: in [0, 10]; repeated data wants more (Lovelace et al. 2026, arXiv:2605.01640).
-    before: the value before the action.
   """
 
   scalar, called, least, most = "decay_scale", "the weight decay's scale", 0.0, 10.0
@@ -114,7 +112,6 @@ class SetBalance(Scalar):
 
   Attributes:
     scale: in [0, 10].
-    before: the value before the action.
   """
 
   scalar, called, least, most = "balance_scale", "the balance's scale", 0.0, 10.0
@@ -137,7 +134,6 @@ class SetExpertDropout(Scalar):
 
   Attributes:
     rate: in [0, 0.5].
-    before: the value before the action.
   """
 
   scalar, called, least, most = "expert_dropout", "the experts' dropout", 0.0, 0.5

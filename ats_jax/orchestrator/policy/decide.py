@@ -47,14 +47,12 @@ from ats_jax.orchestrator.policy.state import (
   MACHINE,
   RISEN,
   TRIED,
-  UNCLEAR,
   Decision,
-  Finding,
   Judgement,
   PolicyState,
   Request,
 )
-from ats_jax.orchestrator.signals.interval import Reading
+from ats_jax.orchestrator.signals.interval import UNCLEAR, Finding, Reading
 from ats_jax.orchestrator.signals.sources import History, Rise, has_other_share, risen_from
 from ats_jax.orchestrator.trials.arms import Compared, Proposal, Score
 from ats_jax.step.schedule import warmup_steps
@@ -66,8 +64,6 @@ BROKEN_ADVICE = (
 )
 BLAMED = "the same steps led elsewhere when they were made again: a device computes wrongly"
 REMEDIES = "damaged weights, too high a learning rate, harmful batches, or other data than before"
-
-Wanted = tuple[Action, str, str]  # action, cause and reason of a decision
 
 
 class Terms(NamedTuple):
@@ -161,7 +157,7 @@ def _decide_comparison(
   if arm.cause == "machine":
     reason = f"the same steps led elsewhere, so a device computed wrongly once; {reason}"
   policy = policy._replace(rests=rests, acted_step=step)
-  wanted = [(action, arm.cause, reason) for action in arm.actions]
+  wanted = [Request(action, arm.cause, reason) for action in arm.actions]
   policy, decisions = _act(policy, wanted, step, applied=True)
   return policy, Judgement(decisions=decisions)
 
@@ -182,7 +178,7 @@ def _decide_interval(
   excess = {name: loss - policy.best.get(name, loss) for name, loss in _domains(reading).items()}
   worse = {name: above for name, above in excess.items() if above > margins[name]}
   is_worse = not reading.sound or bool(worse)
-  finding, proposal, wanted = _certain(reading), None, list[Wanted]()
+  finding, proposal, wanted = _certain(reading), None, list[Request]()
   may_compare = terms.may_compare(policy)
   rises = _rises(policy, reading, {name: name in worse for name in excess})
   if reading.logits and not policy.logits[1] and reading.step >= _first_steps(terms):
@@ -198,7 +194,7 @@ def _decide_interval(
     proposal = triggers.damaged(finding.reason, at_once=not reading.sound)
   elif finding is not None:
     remedies = _remedies(terms, policy, reading, finding, step, is_damaged=is_damaged)
-    wanted = [(action, finding.cause, finding.reason) for action in remedies]
+    wanted = [Request(action, finding.cause, finding.reason) for action in remedies]
     rests = {name: rest for name, rest in policy.rests.items() if name != MACHINE}
     policy = policy._replace(rests=rests) if is_blamed else policy
   elif is_worse:
@@ -210,7 +206,7 @@ def _decide_interval(
   elif not policy.rests_from(ANY):
     wanted = _recover(policy)
     if not wanted and request is not None and request.cause != TRIED:
-      wanted = [(request.action, request.cause, request.reason)]
+      wanted = [request]
     if not wanted:
       policy, proposal = _well(terms, policy, reading, request, step)
     if proposal is None and not wanted:
@@ -219,7 +215,7 @@ def _decide_interval(
   if not wanted and step > terms.warmup and 0 < terms.cfg.patience <= policy.worse_evals:
     reason = f"no lower than {policy.best_eval:.4g} in {policy.worse_evals} evaluations"
     now, before = (("num_steps", step),), (("num_steps", terms.num_steps),)
-    wanted.append((EndRun(settings=now, before=before), "patience", reason))
+    wanted.append(Request(EndRun(settings=now, before=before), "patience", reason))
     proposal = None
     policy = policy._replace(worse_evals=0)
   policy, proposal = _allowed(terms, policy, proposal, reading)
@@ -265,8 +261,8 @@ def _certain(reading: Reading) -> Finding | None:
     why = f"{_doubts(reading)}; " if _doubts(reading) else ""
     reason = f"{why}weights or their held-out loss ({reading.probe}) are not finite"
     return Finding("state", reason)
-  for fault in reading.faults:
-    return Finding(fault.cause, fault.reason)
+  if reading.faults:
+    return reading.faults[0]
   if doubts := _doubts(reading):
     return Finding("state", f"{doubts}; held-out loss {reading.probe:.4g}")
   if reading.broken >= BROKEN_STEPS:
@@ -308,9 +304,8 @@ def _remedies(
   *,
   is_damaged: bool,
 ) -> list[Action]:
-  for fault in reading.faults:
-    if fault.advice and fault.reason == finding.reason:
-      return [Stop(fault.advice)]
+  if finding.advice:
+    return [Stop(finding.advice)]
   if finding.cause == "count":
     return [CorrectStep(step)]
   if finding.cause == "system" and terms.eight_bits:
@@ -327,14 +322,14 @@ def _remedies(
   return [Rollback(back=int(rung == 3)), *slower]
 
 
-def _recover(policy: PolicyState) -> list[Wanted]:
+def _recover(policy: PolicyState) -> list[Request]:
   """Lift a cut of the rate, once the run has been well for some time."""
   calm = policy.streak("calm")
   if policy.lr_scale >= policy.lr_wanted or calm < CALM_LOOKS:
     return []
   scale = min(policy.lr_wanted, policy.lr_scale / SLOWER)
   why = f"{calm} looks in a row found nothing"
-  return [(SetLearningRateScale(scale, policy.lr_scale), "recovery", why)]
+  return [Request(SetLearningRateScale(scale, policy.lr_scale), "recovery", why)]
 
 
 def _well(
@@ -461,7 +456,7 @@ def _start(policy: PolicyState, reading: Reading) -> tuple[float, float] | None:
 
 
 def _act(
-  policy: PolicyState, wanted: list[Wanted], step: int, *, applied: bool
+  policy: PolicyState, wanted: list[Request], step: int, *, applied: bool
 ) -> tuple[PolicyState, tuple[Decision, ...]]:
   """Remember what is decided; in mode "observe" only that it was, as nothing is carried out."""
   first = policy.decisions

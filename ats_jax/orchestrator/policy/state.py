@@ -6,11 +6,12 @@ from typing import Any, NamedTuple, Self
 
 from ats_jax.orchestrator.actions.base import Action, from_json, frozen
 from ats_jax.orchestrator.constants import LADDER_LOOKS
+from ats_jax.orchestrator.signals.interval import Finding
 from ats_jax.orchestrator.signals.sources import History, Rise
 from ats_jax.orchestrator.trials.arms import Proposal
 
 # Causes of decisions that are to last: a recovery does not take them back.
-TRIED, UNCLEAR = "comparison", "unclear"
+TRIED = "comparison"
 LASTING = ("request", TRIED, "plateau", "first rate")
 RISEN = "source "  # before its name, of `PolicyState.streaks`: a source whose training loss rose
 MACHINE = "machine"  # of `PolicyState.rests`: it was found to compute wrongly, and that stays
@@ -18,11 +19,12 @@ ANY = "any"  # of `PolicyState.rests`: while a comparison is open, there is no o
 
 
 class Request(NamedTuple):
-  """An action that is wanted, though nothing is wrong.
+  """An action that is wanted.
 
   Attributes:
     action: the action that is asked for.
-    cause: "request" if it is to be done, "comparison" if it is to win a comparison first.
+    cause: as of a `Decision`. Where nothing is wrong, "request" if it is to be done, and
+      "comparison" if it is to win a comparison first.
     reason: in words.
   """
 
@@ -38,24 +40,6 @@ class Request(NamedTuple):
   def from_json(cls, fields: Mapping[str, Any]) -> "Request":
     """What `to_json` made."""
     return cls(**{**fields, "action": from_json(fields["action"])})
-
-
-class Finding(NamedTuple):
-  """What is wrong.
-
-  Attributes:
-    cause: "state", "count", "data" or "system" where an invariant shows it; `UNCLEAR` where the
-      held-out loss rose, of which a comparison may tell the reason.
-    reason: in words.
-  """
-
-  cause: str
-  reason: str
-
-  @property
-  def certain(self) -> bool:
-    """Whether an invariant shows it, not statistics."""
-    return self.cause != UNCLEAR
 
 
 class Decision(NamedTuple):

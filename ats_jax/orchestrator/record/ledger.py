@@ -33,7 +33,7 @@ from ats_jax.orchestrator.actions import Action, from_json
 from ats_jax.orchestrator.actions.base import frozen
 from ats_jax.orchestrator.policy.decide import Interval, Terms, decide
 from ats_jax.orchestrator.policy.state import Decision, Judgement, PolicyState, Request
-from ats_jax.orchestrator.signals.interval import Fault, Reading, SourceLoss
+from ats_jax.orchestrator.signals.interval import Finding, Reading, SourceLoss
 from ats_jax.orchestrator.trials.arms import Compared
 from ats_jax.store import paths
 from ats_jax.store.paths import Log, Path
@@ -203,7 +203,7 @@ def decode(fields: Mapping[str, Any]) -> Reading:
   """The reading that `encode` wrote."""
   numbers = {name for name in Reading._fields if name not in ("tensor", "faults")}
   values = {name: frozen(fields[name], words=False) for name in fields.keys() & numbers}
-  values["faults"] = tuple(Fault(*parts) for parts in fields["faults"])
+  values["faults"] = tuple(Finding(*parts) for parts in fields["faults"])
   values["tensor"] = fields["tensor"]
   values["sources"] = {name: SourceLoss(*parts) for name, parts in values["sources"].items()}
   return Reading(**values)

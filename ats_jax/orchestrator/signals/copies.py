@@ -12,7 +12,7 @@ import numpy as np
 from ats_jax.metrics.host_copy import start_copy
 from ats_jax.model.decoder import Decoder
 from ats_jax.model.param import trainable
-from ats_jax.orchestrator.signals.interval import Fault
+from ats_jax.orchestrator.signals.interval import Finding
 from ats_jax.sharding.apply import mesh_axes
 from ats_jax.step import tensors
 
@@ -40,7 +40,7 @@ class Copies:
     start_copy(marks)
     return marks
 
-  def faults(self, marks: jax.Array | None) -> tuple[Fault, ...]:
+  def faults(self, marks: jax.Array | None) -> tuple[Finding, ...]:
     """What `begin` found; waits for it."""
     if marks is None:
       return ()
@@ -55,4 +55,4 @@ class Copies:
       f"the copies of {self._names[odd[0]]}{more} are not equal: that of {device} (process "
       f"{device.process_index}) is not the usual one"
     )
-    return (Fault("state", reason),)
+    return (Finding("state", reason),)

@@ -6,13 +6,13 @@ from typing import Any
 import numpy as np
 
 from ats_jax.config.schema import Config
-from ats_jax.orchestrator.signals.interval import Fault, RowsRead, Steps
+from ats_jax.orchestrator.signals.interval import Finding, RowsRead, Steps
 
 Schedule = Callable[..., Any]  # see `step.schedule.learning_rate`
 ROUNDING = 1e-4  # of the highest rate; the device computes it in float32
 
 
-def wrong_counts(cfg: Config, schedule: Schedule | None, steps: Steps) -> list[Fault]:
+def wrong_counts(cfg: Config, schedule: Schedule | None, steps: Steps) -> list[Finding]:
   """What an interval reports that cannot be of its steps, which the host counts.
 
   Args:
@@ -26,7 +26,7 @@ def wrong_counts(cfg: Config, schedule: Schedule | None, steps: Steps) -> list[F
     off = np.flatnonzero(counted != before.astype(np.float32))
     if off.size:
       step, says = before[off[0]] + 1, counted[off[0]] + 1
-      return [Fault("count", f"the state's step says {says:.0f} of update {step}")]
+      return [Finding("count", f"the state's step says {says:.0f} of update {step}")]
   if schedule is None:
     return []
   known, reported = schedule(cfg, before, np), column["train/scheduled_rate"]
@@ -38,10 +38,10 @@ def wrong_counts(cfg: Config, schedule: Schedule | None, steps: Steps) -> list[F
     f"update {before[at] + 1} was made at a rate of {reported[at]:.6g}, the schedule's is "
     f"{known[at]:.6g}: the state counts other steps"
   )
-  return [Fault("count", says)]
+  return [Finding("count", says)]
 
 
-def wrong_position(cfg: Config, begin: RowsRead | None, now: RowsRead | None) -> list[Fault]:
+def wrong_position(cfg: Config, begin: RowsRead | None, now: RowsRead | None) -> list[Finding]:
   """Whether the data is elsewhere than the steps since `begin` say; nothing mends that."""
   if begin is None or now is None:
     return []
@@ -49,4 +49,4 @@ def wrong_position(cfg: Config, begin: RowsRead | None, now: RowsRead | None) ->
   if now.row == want:
     return []
   reason = f"{now.row:,} training rows were read by step {now.step:,} in place of {want:,}"
-  return [Fault("data", reason, "Start again from the last checkpoint, which knows its rows.")]
+  return [Finding("data", reason, "Start again from the last checkpoint, which knows its rows.")]

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ats_jax.orchestrator.constants import CHANGE_TIMES, LARGE_LOGIT, LOGIT_GROWTH
-from ats_jax.orchestrator.policy.state import Finding
+from ats_jax.orchestrator.signals.interval import Finding
 
 LEVELS = ("healthy", "warning", "critical")
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from ats_jax.orchestrator.constants import TURNOVER_STEPS
 
+UNCLEAR = "unclear"  # cause of a finding that no invariant shows
 SCALES = ("reflex/grad_scale", "reflex/rate_scale")  # 1 if all is well
 
 Sums = tuple[jax.Array, ...]  # what an eval step returned for each part of the probe
@@ -58,11 +59,12 @@ class SourceLoss(NamedTuple):
   share: float
 
 
-class Fault(NamedTuple):
-  """A certain fault: two quantities that must be equal differ.
+class Finding(NamedTuple):
+  """What is wrong.
 
   Attributes:
-    cause: cause as of a `Finding`, e.g. "state".
+    cause: "state", "count", "data" or "system" where two quantities that must be equal differ;
+      `UNCLEAR` where the held-out loss rose, of which a comparison may tell the reason.
     reason: in words.
     advice: what the user should do; not empty if the run cannot go on.
   """
@@ -70,6 +72,11 @@ class Fault(NamedTuple):
   cause: str
   reason: str
   advice: str = ""
+
+  @property
+  def certain(self) -> bool:
+    """Whether an invariant shows it, not statistics."""
+    return self.cause != UNCLEAR
 
 
 class Reading(NamedTuple):
@@ -120,7 +127,7 @@ class Reading(NamedTuple):
   wrong: int = 0
   tensor: str = ""
   miscounted: int = 0
-  faults: tuple[Fault, ...] = ()
+  faults: tuple[Finding, ...] = ()
   sources: Mapping[str, SourceLoss] = {}
   logits: tuple[float, ...] = ()
   looked: Mapping[str, float] = {}

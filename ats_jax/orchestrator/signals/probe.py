@@ -15,7 +15,7 @@ from ats_jax.data.batch import Batch
 from ats_jax.metrics.host_copy import start_copy
 from ats_jax.model.decoder import Decoder
 from ats_jax.model.forward_pass import Pass
-from ats_jax.orchestrator.signals.interval import Fault, Sums, probe_loss, probe_sums
+from ats_jax.orchestrator.signals.interval import Finding, Sums, probe_loss, probe_sums
 from ats_jax.sharding.apply import num_shards, reshape
 from ats_jax.step.program import Program
 
@@ -89,7 +89,7 @@ class Probe:
       parts[name] = tuple(x for x, of in zip(sums, self._domains, strict=True) if of == name)
     return {name: probe_loss(some) for name, some in parts.items()}
 
-  def disagreement(self, program: Program, first: Sums, second: Sums) -> tuple[Fault, ...]:
+  def disagreement(self, program: Program, first: Sums, second: Sums) -> tuple[Finding, ...]:
     """Whether two scores of the same weights differ by more than they may.
 
     They are equal to the bit on a CPU and with `precision.deterministic`, else within a few times
@@ -105,7 +105,7 @@ class Probe:
       f"the same weights scored the same text at {one:.9g} and at {two:.9g} nats one after the "
       f"other, which may differ by {bound:.2g}: a device computes wrongly"
     )
-    return (Fault("system", reason, ADVICE if self._disagreed > 1 else ""),)
+    return (Finding("system", reason, ADVICE if self._disagreed > 1 else ""),)
 
   def logits(self, model: Decoder, rules: Pass) -> jax.Array:
     """Begin to find the largest attention logits of `model`, on one row of each shard."""

@@ -24,7 +24,7 @@ from ats_jax.orchestrator.signals.counts import Schedule, wrong_counts, wrong_po
 from ats_jax.orchestrator.signals.experts import OpenExperts
 from ats_jax.orchestrator.signals.health import Cause, moved
 from ats_jax.orchestrator.signals.interval import (
-  Fault,
+  Finding,
   Reading,
   RowsRead,
   Steps,
@@ -211,7 +211,7 @@ class Watch:
     self.laps = [*self.laps, pending.host][-REMEMBERED_LAPS:]
     return reading._replace(faults=self._faults(pending, steps), looked=metrics, **seen), steps
 
-  def _faults(self, pending: Pending, steps: Steps) -> tuple[Fault, ...]:
+  def _faults(self, pending: Pending, steps: Steps) -> tuple[Finding, ...]:
     cfg, disagree = self.program.cfg, ()
     if self.probe is not None and pending.probe is not None and pending.again is not None:
       disagree = self.probe.disagreement(self.program, pending.probe, pending.again)

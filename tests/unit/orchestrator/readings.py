@@ -6,7 +6,7 @@ from typing import Any
 from ats_jax.config.schema import OrchestratorConfig
 from ats_jax.orchestrator.policy.decide import Interval, Terms, decide
 from ats_jax.orchestrator.policy.state import PolicyState
-from ats_jax.orchestrator.signals.interval import Fault, Reading
+from ats_jax.orchestrator.signals.interval import Finding, Reading
 
 INTERVAL = 10
 ACT = OrchestratorConfig(mode="act", check_interval=INTERVAL)
@@ -21,7 +21,7 @@ EDITED = dict(wrong=1, tensor="layers/0/attn/q")  # and no harm done
 BAD_STATE = EDITED | dict(probe=5.0, loss=5.0)
 WORSE = dict(probe=2.5)
 BAD_DATA = dict(loss=5.0)
-UNEQUAL_COPIES = dict(faults=(Fault("state", "the copies of head/weight are not equal"),))
+UNEQUAL_COPIES = dict(faults=(Finding("state", "the copies of head/weight are not equal"),))
 NAN_GRADIENT = dict(nonfinite=10, broken=10, loss=math.nan)
 
 

@@ -15,7 +15,7 @@ from ats_jax.orchestrator.actions import CorrectStep, Stop
 from ats_jax.orchestrator.record import ledger
 from ats_jax.orchestrator.record.narrate import tell
 from ats_jax.orchestrator.signals.counts import wrong_counts, wrong_position
-from ats_jax.orchestrator.signals.interval import Fault, RowsRead, Steps
+from ats_jax.orchestrator.signals.interval import Finding, RowsRead, Steps
 from ats_jax.orchestrator.signals.probe import Probe
 from ats_jax.step.schedule import learning_rate
 
@@ -155,7 +155,7 @@ def test_the_counter_itself_is_compared_where_the_step_reports_it():
   assert wrong_counts(cfg, None, Steps(("reflex/step",), 15, rows)) == []
   rows[3] += 4
   assert wrong_counts(cfg, None, Steps(("reflex/step",), 15, rows)) == [
-    Fault("count", "the state's step says 18 of update 14")
+    Finding("count", "the state's step says 18 of update 14")
   ]
 
 

@@ -5,12 +5,12 @@ import math
 import pytest
 
 from ats_jax.metrics.clock import ASIDE, Clock
-from ats_jax.orchestrator.policy.decide import Finding
 from ats_jax.orchestrator.record.teller import Teller
 from ats_jax.orchestrator.signals.health import (
   grown_logits,
   health_of,
 )
+from ats_jax.orchestrator.signals.interval import Finding
 
 
 @pytest.mark.parametrize(
