@@ -14,6 +14,7 @@ from ats_jax.config.file import load_file
 from ats_jax.metrics.memory import GIB
 from ats_jax.planner.describe import describe, planned_bytes
 from ats_jax.planner.hardware import typical
+from ats_jax.planner.memory import with_attention
 
 RECORDS = Path(__file__).parents[1] / "docs" / "lab" / "records"
 STEPS, OPS_COMPILED = RECORDS / "compiled.csv", RECORDS / "compiled_ops.csv"
@@ -46,8 +47,9 @@ class Planned(NamedTuple):
 
 
 def planned_card(variant: str) -> Planned:
-  """The plan of a variant of `CARDS`, from shapes alone."""
+  """The plan of a variant of `CARDS`, from shapes alone; with the attention that was compiled."""
   cfg = from_config_dict(load_file(f"card:{variant}"))
+  cfg = with_attention(cfg, compiled_card(variant)["attention"])
   plan = describe(cfg, 1, typical(CARDS[variant][0]))
   tokens = cfg.data.batch_size * cfg.data.seq_len
   speed = tokens / plan["step_seconds"]["likely"]
@@ -60,16 +62,21 @@ def records(path: Path) -> list[dict[str, str]]:
     return list(csv.DictReader(file))
 
 
+def compiled_card(variant: str) -> dict[str, str]:
+  """What was compiled of a variant of `CARDS` for its card."""
+  of = f"1 x {typical(CARDS[variant][0]).device_kind}", f"--config=configs/card.py:{variant}"
+  return next(row for row in records(STEPS) if (row["device"], row["settings"]) == of)
+
+
 def cards() -> Iterator[tuple[str, ...]]:
   """Heading and lines: each card's model, its memory, and its estimated speed."""
   yield "variant", "parameters", "card", "planned GiB", "compiled GiB", "of the card", "tokens/s"
-  needs = {row["settings"]: row["GiB"] for row in records(STEPS)}
   for variant, (device, gib) in CARDS.items():
     plan = planned_card(variant)
-    compiled = needs.get(f"--config=configs/card.py:{variant}", "")
-    share = f"{float(compiled or plan.gib) / gib:.0%}"
+    compiled = compiled_card(variant)["GiB"]
+    share = f"{float(compiled) / gib:.0%}"
     speed = f"{float(f'{plan.tokens_per_sec:.2g}'):,.0f}"  # two digits: an estimate
-    numbers = f"{plan.gib:.1f}", compiled or "-", share, speed
+    numbers = f"{plan.gib:.1f}", compiled, share, speed
     yield f"`{variant}`", f"{plan.parameters / 1e9:.2f}B", f"{device}, {gib:g} GiB", *numbers
 
 

@@ -1,7 +1,8 @@
 r"""Which kernels compile for which GPU or TPU: each op tried in every implementation, none run.
 
 Prints a line for each op, pass and implementation, and adds it to the table of --record. Beside
-what the compiler says stands what the registry says of the device. A kernel that the registry
+what the compiler says stands what the registry says of the device. Printed too, and not added, are
+the FLOPs that XLA counts and the temporary arrays. A kernel that the registry
 allows has to compile, else the exit code is 1. Those that it refuses are tried with --refused: the
 compiler may end the process at an instruction that a GPU lacks. `lab.ahead` says what must be
 installed; kernels_cuda needs nvcc.
@@ -49,30 +50,33 @@ def first_cases() -> list[Case]:
 
 def try_all(
   case: Case, name: str, mesh: jax.sharding.Mesh, *, with_refused: bool = False
-) -> Iterator[tuple[str, str, str, str]]:
-  """Pass, implementation, what the compiler says and what the registry says."""
+) -> Iterator[tuple[str, str, str, str, str]]:
+  """Pass, implementation, what the compiler says, what is needed, what the registry says."""
   everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
   for of_pass, work in case.passes.items():
     args = [
       jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=everywhere), arg)
       for arg in jax.eval_shape(lambda of_pass=of_pass: case.arguments(of_pass, 0))
     ]
-    yield of_pass, "xla", _said(case, of_pass, XLA, args), YES
+    said, needs = _said(case, of_pass, XLA, args)
+    yield of_pass, "xla", said, needs, YES
     for kernel in OPS[case.op].kernels:
       if slots := [s for s in work.slots if s in kernel.where]:
         kernels = Kernels(tuple((f"{case.op}.{s}", kernel.name) for s in slots))
         allowed = kernel.obstacle(ANY_RUN, device_of(name)) or YES
         is_tried = allowed == YES or with_refused
-        said = _said(case, of_pass, kernels, args) if is_tried else "not tried"
-        yield of_pass, kernel.name, said, allowed
+        said, needs = _said(case, of_pass, kernels, args) if is_tried else ("not tried", "")
+        yield of_pass, kernel.name, said, needs, allowed
 
 
-def _said(case, of_pass, kernels, args) -> str:
+def _said(case, of_pass, kernels, args) -> tuple[str, str]:
   try:
-    jax.jit(case.compute(of_pass, kernels)).lower(*args).compile()
+    made = jax.jit(case.compute(of_pass, kernels)).lower(*args).compile()
   except (ValueError, RuntimeError) as e:  # the answer; the next one goes on
-    return f"{type(e).__name__}: {str(e).strip().splitlines()[0][:160]}"
-  return YES
+    return f"{type(e).__name__}: {str(e).strip().splitlines()[0][:160]}", ""
+  temporary = made.memory_analysis().temp_size_in_bytes
+  flops = made.cost_analysis().get("flops", 0.0)
+  return YES, f"{flops / 1e12:.2f} TFLOP, {temporary / 2**30:.2f} GiB of temporary arrays"
 
 
 def main(argv: list[str]) -> int:
@@ -85,8 +89,10 @@ def main(argv: list[str]) -> int:
       if _ONLY.value and case.op not in _ONLY.value:
         continue
       found = try_all(case, name, mesh, with_refused=_REFUSED.value)
-      for of_pass, implementation, said, allowed in found:
-        print(f"{case.op}.{of_pass} {implementation}: {said}; registry: {allowed}", flush=True)
+      for of_pass, implementation, said, needs, allowed in found:
+        print(
+          f"{case.op}.{of_pass} {implementation}: {said}; registry: {allowed}; {needs}", flush=True
+        )
         wrong += allowed == YES != said
         if _RECORD.value:
           of_op = (DEVICES[name].name, case.op, of_pass, implementation, said, allowed)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 from ats_jax.config.schema import Config
 from ats_jax.config.schema.setting import Condition, when
-from ats_jax.ops import requirements
+from ats_jax.ops import megablox, requirements
 from ats_jax.ops.attention import chunked, cudnn, splash, triton
 from ats_jax.ops.requirements import Device
 from kernels_cuda import (
@@ -185,6 +185,19 @@ OPS: dict[str, Op] = {
       forward=grouped_matmul.grouped_matmul,
       input_gradient=grouped_matmul.grouped_matmul_dx,
       weight_gradient=grouped_matmul.grouped_matmul_dw,
+    ),
+    Kernel(
+      "megablox",
+      {
+        "forward": megablox.forward,
+        "input_gradient": megablox.input_gradient,
+        "weight_gradient": megablox.weight_gradient,
+      },
+      default=("forward", "input_gradient", "weight_gradient"),
+      why="for TPUs, of JAX; 0 to 0.7 GiB of temporary arrays where XLA's version, which copies "
+      "weights, has 4.3 to 7.1; compiled for v5e and v6e, and not run",
+      obstacle=requirements.megablox,
+      platform="tpu",
     ),
     used_by=OF_EXPERTS,
   ),

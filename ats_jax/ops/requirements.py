@@ -123,6 +123,15 @@ def splash_attention(cfg: Config, device: Device) -> str:
   return "" if device.platform == "tpu" else f"splash runs on TPUs, this is {device.platform}"
 
 
+def megablox(cfg: Config, device: Device) -> str:
+  """Obstacle of JAX's grouped matmul for TPUs."""
+  if device.platform != "tpu":
+    return f"megablox runs on TPUs, this is {device.platform}"
+  if (dtype := cfg.precision.compute_dtype) not in ("bfloat16", "float32"):
+    return f"megablox needs bfloat16 or float32, precision.compute_dtype is {dtype}"
+  return ""
+
+
 def triton_paged_attention(cfg: Config, device: Device) -> str:
   """Obstacle of `kernels_triton.decode.paged_attention`."""
   if obstacle := triton(cfg, device):

@@ -155,6 +155,7 @@ _NOTES = (
   "    compute dtype, gathered",
   "  head's gradient: in float32, gathered, without what the gradients have of it",
   "  logits chunk: tokens of a chunk x vocabulary x (float32 + compute dtype)",
+  "  scores chunk: what attention keeps of some queries for its backward pass, without a kernel",
   "  stacks of gradients: of all layers, beside the gradients of each",
   "  gradients to come: those above that are not there yet, so they are taken off",
 )

@@ -13,6 +13,9 @@ import numpy as np
 
 from ats_jax.config.schema import Config
 from ats_jax.metrics.peaks import peak_flops
+from ats_jax.ops.attention import chunked
+from ats_jax.ops.registry import asked_for
+from ats_jax.planner.memory import with_attention
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 _FIELDS = ("device_kind", "devices", "matmul_flops", "memory_bytes_per_sec", "collectives")
@@ -177,7 +180,16 @@ def with_format_of(cfg: Config, kind: str) -> Config:
   """
   if cfg.precision.compute_dtype != "auto":
     return cfg
-  is_older = peak_flops(kind, "float16") and not peak_flops(kind, "bfloat16")
-  dtype = "float16" if is_older else "bfloat16"
+  dtype = "float16" if _is_older(kind) else "bfloat16"
   precision = dataclasses.replace(cfg.precision, compute_dtype=dtype)
   return dataclasses.replace(cfg, precision=precision)
+
+
+def with_attention_of(cfg: Config, kind: str) -> Config:
+  """`cfg` that names attention in chunks if a GPU of the kind runs nothing else: before sm_80."""
+  is_free = "attention.forward" not in asked_for(cfg) and not chunked.reserve(cfg)
+  return with_attention(cfg, "chunked") if is_free and _is_older(kind) else cfg
+
+
+def _is_older(kind: str) -> bool:
+  return bool(peak_flops(kind, "float16")) and not peak_flops(kind, "bfloat16")

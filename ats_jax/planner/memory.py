@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from ats_jax.config.schema import Config
+from ats_jax.config.schema.setting import Table
 from ats_jax.data.batch import Batch
 from ats_jax.model.decoder import Decoder
 from ats_jax.model.forward_pass import rules_at
@@ -27,6 +28,7 @@ from ats_jax.model.param import (
   trainable,
   weights_of,
 )
+from ats_jax.ops.attention import chunked
 from ats_jax.ops.registry import asked_for
 from ats_jax.planner.abstract import abstract_state, batch_on_mesh, device_bytes
 from ats_jax.sharding.apply import has_several_devices, num_shards
@@ -107,6 +109,9 @@ def peak(cfg: Config, state: TrainState, kept: Callable[[Config, int], int] | No
   logits chunk: logits of step.loss_chunk_tokens in float32, their gradient in the compute dtype.
     A pipeline computes them before its backward loop: in a loop, what is more than what is
     recomputed there.
+  scores chunk: what attention in chunks (`ops.attention.chunked`) keeps of one for its backward
+    pass, as traced. It runs if settings name it or nothing takes the compute dtype but XLA. It is
+    never there together with the logits: in a loop, the larger of the two.
   stacks of gradients: of unrolled layers, beside each layer's own; see `_stacks`.
   gradients to come: those that are not there yet.
 
@@ -144,6 +149,7 @@ class _Sizes(NamedTuple):
   of_head: int
   made_by_loss: int
   logits: int
+  scores: int
 
 
 def _sizes(cfg: Config, state: TrainState, kept: Callable[[Config, int], int] | None) -> _Sizes:
@@ -191,11 +197,13 @@ def _sizes(cfg: Config, state: TrainState, kept: Callable[[Config, int], int] | 
     of_head=of_head,
     made_by_loss=whole_head + behind * stream // rows,
     logits=chunk * cfg.model.vocab_size // num_shards("vocab") * (4 + compute),
+    scores=_scores(cfg, rows),
   )
 
 
 def _simultaneous(sizes: _Sizes) -> Peak:
   recomputed = sizes.recomputed_stage + sizes.recomputed_block * (num_stages() > 1)
+  logits = max(0, sizes.logits - recomputed)
   return Peak(
     "all at once, as in a loop",
     {
@@ -205,7 +213,8 @@ def _simultaneous(sizes: _Sizes) -> Peak:
       "handed on": sizes.handed_on,
       "compute weights": sizes.weights,
       "head's gradient": sizes.head_gradient,
-      "logits chunk": max(0, sizes.logits - recomputed),
+      "logits chunk": logits if logits >= sizes.scores else 0,
+      "scores chunk": sizes.scores if logits < sizes.scores else 0,
     },
   )
 
@@ -218,6 +227,7 @@ def _moments(cfg: Config, state: TrainState, sizes: _Sizes) -> list[Peak]:
   block = {
     "recomputed block": sizes.recomputed_block,
     "block's gradients": sizes.block_gradients,
+    "scores chunk": sizes.scores,
   }
   always = {"handed on": sizes.handed_on, "head's gradient": sizes.head_gradient}
   before_gradients = {
@@ -280,10 +290,40 @@ def _residuals(cfg: Config, state: TrainState, rows: int, seq: int) -> int:
     return jax.vjp(objective, params)[1]  # a pytree of all that it keeps
 
   args = trainable(state.model), state.model, batch_on_mesh(rows, seq), state.key
+  return _kept_by(pullback, *args)
+
+
+def _kept_by(pullback: Callable, *args: Any) -> int:
+  """Bytes of what a function of `args` returns that was not given to it."""
   jaxpr = jax.make_jaxpr(pullback)(*args).jaxpr
   given = {*jaxpr.invars, *jaxpr.constvars}  # weights and batch are there anyway
   kept = {v for v in jaxpr.outvars if not isinstance(v, core.Literal)} - given
   return sum(device_bytes(v.aval) for v in kept)
+
+
+def with_attention(cfg: Config, implementation: str) -> Config:
+  """`cfg` with `ops.kernels` that name the implementation of attention."""
+  kernels = Table(cfg.ops.kernels, attention=implementation)
+  return dataclasses.replace(cfg, ops=dataclasses.replace(cfg.ops, kernels=kernels))
+
+
+def _scores(cfg: Config, rows: int) -> int:
+  """Bytes kept of the last chunk of queries of so many rows a device; 0 = not in chunks."""
+  by_default = cfg.precision.compute_dtype == "float32" and not chunked.reserve(cfg)
+  unnamed = "", "chunked" if by_default else ""
+  if asked_for(cfg).get("attention.forward", unnamed)[1] != "chunked":
+    return 0
+  seq, soft_cap = cfg.data.seq_len, cfg.model.attn_soft_cap or None
+  heads = cfg.model.num_heads // (num_shards("heads") * num_shards("seq"))
+  queries = min(chunked.CHUNK, seq)
+  dtype = jnp.dtype(cfg.precision.compute_dtype)
+  of = lambda tokens: jax.ShapeDtypeStruct((rows, tokens, heads, cfg.model.head_width), dtype)
+  seen = jax.ShapeDtypeStruct((rows, queries, seq), jnp.bool_)
+
+  def pullback(q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array) -> Any:
+    return jax.vjp(lambda q, k, v: chunked.attend_to_seen(q, k, v, seen, soft_cap), q, k, v)[1]
+
+  return _kept_by(pullback, of(queries), of(seq), of(seq), seen)
 
 
 def _stacks(cfg: Config, model: Decoder, of_loss: int) -> tuple[int, int]:

@@ -46,7 +46,7 @@ def chunked_attention(
     seen_BCS = (q_ids_BC[:, :, None] == k_ids_BS[:, None, :]) & (distance_BCS >= 0)
     if window is not None:
       seen_BCS &= distance_BCS < window
-    y_BCNV, lse_BCN = _attend_to_seen(q_BCNH, k_BSKH, v_BSKV, seen_BCS, soft_cap)
+    y_BCNV, lse_BCN = attend_to_seen(q_BCNH, k_BSKH, v_BSKV, seen_BCS, soft_cap)
     if sinks_N is not None:  # they only enlarge the softmax's denominators
       y_BCNV *= jnp.exp(lse_BCN - jnp.logaddexp(lse_BCN, sinks_N))[..., None]
     return y_BCNV.astype(q_BCNH.dtype)
@@ -65,7 +65,13 @@ def chunked_attention(
   return checkpoint_name(jnp.concatenate(parts, axis=1), ATTENTION_RESULTS[0])
 
 
-def _attend_to_seen(q_BCNH, k_BSKH, v_BSKV, seen_BCS, soft_cap):
+def attend_to_seen(
+  q_BCNH: jax.Array,
+  k_BSKH: jax.Array,
+  v_BSKV: jax.Array,
+  seen_BCS: jax.Array,
+  soft_cap: float | None,
+) -> tuple[jax.Array, jax.Array]:
   """Attention to the keys that each query sees, one at least, and the logarithms of the softmax's
   denominators [batch, queries, heads]; both float32 or wider.
   """

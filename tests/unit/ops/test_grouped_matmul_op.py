@@ -1,6 +1,7 @@
 """The XLA grouped matmul against numpy, and which implementation is chosen when."""
 
 import functools
+import importlib
 
 import hypothesis
 import hypothesis.strategies as st
@@ -11,7 +12,7 @@ import pytest
 from helpers import tiny_config
 
 from ats_jax.ops.grouped_matmul import add_by_group, grouped_matmul, grouped_matmuls
-from ats_jax.ops.registry import FallbackError, choose_op
+from ats_jax.ops.registry import FallbackError, Kernels, choose_op
 from ats_jax.ops.requirements import Device
 
 # Rows, groups, widths; each compiles anew. Tiles have 8 rows, but 512 in the last.
@@ -129,6 +130,39 @@ def test_several_weights_of_the_same_rows():
     np.testing.assert_allclose(a[:49], b[:49], rtol=1e-6, atol=1e-6)
 
 
+# Widths and rows that tiles do not divide, and an empty group; NaN in the last 70 rows.
+TPU_SHAPES = [((600, 4, 600, 1100), (300, 0, 130, 100)), ((5, 3, 24, 8), (0, 0, 0))]
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize(("shape", "sizes"), TPU_SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_on_a_tpu(monkeypatch, shape, sizes, dtype):
+  """In Pallas' interpreter: the sum of two products, and their gradients."""
+  of_jax = importlib.import_module("jax.experimental.pallas.ops.tpu.megablox.gmm")
+  for name in ("gmm", "tgmm"):
+    interpreted = functools.partial(getattr(of_jax, name), interpret=True)
+    monkeypatch.setattr(of_jax, name, interpreted)
+  slots = ("forward", "input_gradient", "weight_gradient")
+  kernels = Kernels(tuple((f"grouped_matmul.{slot}", "megablox") for slot in slots))
+  x, w, dy = (jnp.asarray(a, dtype) for a in operands(shape, 0, sum(sizes)))
+
+  @jax.jit
+  def found(x, w, dy):
+    pair = lambda x, w: grouped_matmuls(x, (w, -2 * w), jnp.array(sizes), kernels)
+    (y, _), pull = jax.vjp(pair, x, w)
+    dx, dw = pull((dy, dy))
+    return y, dx, dw
+
+  got = found(x, w, dy)
+  y, dx, dw = in_numpy(*(np.asarray(a, np.float64) for a in (x, w)), sizes, np.float64(dy))
+  for name, a, b in zip(("y", "dx", "dw"), got, (y, -dx, -dw), strict=True):
+    assert a.dtype == dtype
+    bound = 2.0**-6 if dtype == "bfloat16" else 1e-5
+    error = np.linalg.norm(np.asarray(a, np.float64) - b)
+    assert error <= bound * np.linalg.norm(b), name
+
+
 def on(**changes):
   """A config whose experts the Hopper kernel takes, with some of that changed."""
   cfg = tiny_config(
@@ -149,12 +183,20 @@ def test_the_kernel_is_chosen_on_hopper_and_the_reference_elsewhere():
   assert choose(on(), "gpu", "9.0").implementation == "mosaic"
   for platform, capability, reason in [
     ("cpu", "0.0", "this is cpu"),
-    ("tpu", "0.0", "this is tpu"),
     ("gpu", "8.0", "this GPU has 8.0"),
   ]:
     choice = choose(on(), platform, capability)
     assert choice.implementation == "xla" and reason in choice.reason
   assert choose(on(ops__kernels={"grouped_matmul": "xla"}), "gpu", "9.0").implementation == "xla"
+
+
+def test_the_kernel_for_tpus_is_chosen_there():
+  for dtype, name in (("bfloat16", "megablox"), ("float32", "megablox"), ("float16", "xla")):
+    assert choose(on(precision__compute_dtype=dtype), "tpu").implementation == name
+  named = on(precision__compute_dtype="float16", ops__kernels={"grouped_matmul": "megablox"})
+  for device, obstacle in (("tpu", "compute_dtype is float16"), ("cpu", "this is cpu")):
+    with pytest.raises(ValueError, match=f"grouped_matmul=megablox: .*{obstacle}. Use"):
+      choose(named, device)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,14 @@ from ats_jax.planner import fit as fit_module
 from ats_jax.planner.advice import fit_lines, memory_lines, memory_savings
 from ats_jax.planner.describe import describe, planned_bytes
 from ats_jax.planner.fit import AXES, fit, meshes, remats, with_settings
-from ats_jax.planner.hardware import COLLECTIVES, TYPICAL, Hardware, typical, with_format_of
+from ats_jax.planner.hardware import (
+  COLLECTIVES,
+  TYPICAL,
+  Hardware,
+  typical,
+  with_attention_of,
+  with_format_of,
+)
 from ats_jax.sharding.rules import MESH_AXES, ZERO_AXES
 
 # With XLA's attention an estimate takes one trace of the step in place of two.
@@ -221,6 +228,10 @@ def test_typical_rates():
       asked, precision=dataclasses.replace(asked.precision, compute_dtype="auto")
     )
     assert with_format_of(asked, row.kind).precision.compute_dtype == dtype
+    named = {} if row.bfloat16 else {"attention": "chunked"}
+    long = dataclasses.replace(asked, data=dataclasses.replace(asked.data, seq_len=2048))
+    assert with_attention_of(long, row.kind).ops.kernels == named
+    assert with_attention_of(asked, row.kind) == asked  # short rows have all scores at once
     gathered = rates.seconds("all_gather", 2**30, 8)
     assert gathered == pytest.approx(2**30 * 7 / 8 / (row.link * 1e9), rel=0.03)
     assert rates.seconds("all_reduce", 2**30, 8) == pytest.approx(2 * gathered, rel=0.02)

@@ -232,6 +232,26 @@ def test_what_is_largest_depends_on_the_run():
   assert f"Largest moment of a step: {name}" in render_plan(plan)
 
 
+def test_scores_of_some_queries():
+  """In a loop the larger of them and the logits counts; unrolled they are of the backward pass."""
+  names = {"model.vocab_size": 384, "ops.kernels": {"attention": "chunked"}}
+
+  def estimated(**changes):
+    more = {name.replace("__", "."): value for name, value in changes.items()}
+    return describe(tiny_config(names | {"step.scan_unroll": 1} | more))["device_bytes_estimated"]
+
+  scores = 8 * 4 * 16 * 16
+  found = estimated(step__loss_chunk_tokens=1)
+  # Scores, what is exponentiated and its result in float32; weights; what is seen.
+  assert found["scores chunk"] == pytest.approx(scores * (3 * 4 + 4 + 1), rel=0.1)
+  assert found["logits chunk"] == 0
+  found = estimated(step__loss_chunk_tokens=128)
+  assert found["scores chunk"] == 0 and found["logits chunk"] == 128 * 384 * 8
+  assert (
+    estimated(ops__kernels={"attention": "xla"}, step__loss_chunk_tokens=1)["scores chunk"] == 0
+  )
+
+
 # Rows are large enough that what XLA adds for itself matters little.
 COMPILED = {
   "orchestrator.mode": "off",
@@ -248,6 +268,7 @@ COMPILED = {
 }
 
 
+CHUNKS = {"ops.kernels": {"attention": "chunked"}, "data.seq_len": 256, "step.remat": "full"}
 PIPELINE = {
   "mesh.stage": 2,
   "mesh.stage_rounds": 2,
@@ -257,7 +278,9 @@ PIPELINE = {
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("changes", [{}, PIPELINE], ids=["alone", "pipeline"])
+@pytest.mark.parametrize(
+  "changes", [{}, CHUNKS, PIPELINE], ids=["alone", "chunks of queries", "pipeline"]
+)
 def test_a_step_needs_what_its_program_does(changes):
   """Within a tenth of XLA's account of the compiled step."""
   cfg = tiny_config(COMPILED | {"step.scan_unroll": 1, "step.remat": "dots"} | changes)
