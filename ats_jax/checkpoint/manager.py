@@ -29,7 +29,27 @@ from ats_jax.store.paths import Path
 WRITE_TIMEOUT_SECS = 3600
 # A save that waits so long for the one before it says that the folder is slow.
 LONG_WAIT_SECS = 10.0
+KEPT_FOR = "kept_for"  # file of a checkpoint that is not deleted; names what needs it
 _ADVICE = "Look at the disk (`ats-jax check_env --workdir` measures it)."
+
+
+def keep_for(checkpoint: Path, what: str) -> None:
+  """Mark a checkpoint of any run, so that no manager deletes it for its age.
+
+  Args:
+    checkpoint: its folder.
+    what: what needs it.
+  """
+  try:
+    paths.write(checkpoint / KEPT_FOR, what + "\n")
+  except paths.errors() as e:
+    logging.warning(
+      "%s cannot be marked as needed for %s: %s. If its run trains on, checkpoint.keep of that run "
+      "may delete it; keep a copy.",
+      checkpoint,
+      what,
+      paths.reason(e),
+    )
 
 
 class CheckpointManager:
@@ -361,6 +381,7 @@ class CheckpointManager:
   def _delete_old(self) -> None:
     """Delete what need not be kept; the new checkpoint is good whether or not that works."""
     keep = set(self.steps()[-self._cfg.keep :])
+    keep |= {step for step in self.steps() if (self.directory / str(step) / KEPT_FOR).exists()}
     if self._cfg.keep_best and (best := reader.best_step(self.directory)) is not None:
       keep.add(best)
     for step in sorted(set(self.steps()) - keep):

@@ -4,8 +4,10 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Self, override
 
+import jax
 from absl import logging
 
+from ats_jax.checkpoint import keep_for, workdir
 from ats_jax.checkpoint.rest import Rest
 from ats_jax.data.tokens.tokenizer import Tokenizer
 from ats_jax.inference.weights import Weights
@@ -14,7 +16,8 @@ from ats_jax.step.program import Program
 from ats_jax.step.state import TrainState
 from ats_jax.store import paths
 
-BASE = "base"  # where `extra` of a checkpoint names them
+# Where `extra` of a checkpoint names them, and the workdir may have them.
+BASE = "base"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,14 +39,27 @@ class Base(Rest):
   pick: Callable[[TrainState], Any] = lambda state: state
 
   @classmethod
-  def at_first(cls, weights: Weights, program: Program, tokenizer: Tokenizer) -> Self:
+  def at_first(
+    cls, weights: Weights, program: Program, tokenizer: Tokenizer, run: paths.Path
+  ) -> Self:
     """That of a new run; all processes of a job call it together.
+
+    A checkpoint that has the weights is marked, so that its own run does not delete it.
+
+    Args:
+      weights: where they are.
+      program: program of the run.
+      tokenizer: tokenizer of the run.
+      run: workdir of the run.
 
     Raises:
       ValueError: if there are no weights.
     """
     weights = Weights(paths.absolute(weights.folder), weights.found_step, weights.ignored)
     digest = weights.digest
+    if weights.step and jax.process_index() == 0:
+      checkpoint = weights.folder / workdir.CHECKPOINTS / weights.step
+      keep_for(checkpoint, f"the frozen weights of {paths.absolute(run)}")
     logging.info(
       "checkpoints will not hold the frozen weights: those of %s (SHA-256 %s) must stay",
       _name(weights), digest[:12],
@@ -56,6 +72,7 @@ class Base(Rest):
     saved: Mapping[str, Any],
     program: Program,
     tokenizer: Tokenizer,
+    run: paths.Path,
     *,
     folder: paths.Path | None = None,
     pick: Callable[[TrainState], Any] = lambda state: state,
@@ -66,16 +83,18 @@ class Base(Rest):
       saved: what `saved` gave.
       program: program of the run.
       tokenizer: tokenizer of the run.
-      folder: where it is now; None = where it was.
+      run: workdir of the run.
+      folder: where it is now; None = in `base` of the workdir, or else where it was.
       pick: as of the class.
 
     Raises:
       ValueError: if it is not there, or is not the same.
     """
-    folder = paths.absolute(folder or paths.parse(saved["folder"]))
+    moved = run / BASE
+    folder = paths.absolute(folder or (moved if moved.exists() else paths.parse(saved["folder"])))
     weights = Weights(folder, saved["step"], tuple(saved["ignored"]))
     begin = f"checkpoints of this run leave out its frozen weights, those of {_name(weights)}"
-    advice = "Put them back, or a link to them"
+    advice = f"Put them back, or make {moved} a copy of them or a link to them"
     try:
       digest = weights.digest
     except (ValueError, *paths.errors()) as e:

@@ -370,7 +370,7 @@ def restored_weights(
     from ats_jax.inference.base import BASE, Base  # here: few runs have adapters
 
     named = extra.get(BASE)
-    return Base.named(named, program, tokenizer, pick=of_part) if named else Rest()
+    return Base.named(named, program, tokenizer, folder, pick=of_part) if named else Rest()
 
   abstract = abstract_like(of_part(program.init(abstract=True)), jax.sharding.get_mesh())
   run = workdir.load_identity(folder)

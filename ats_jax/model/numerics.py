@@ -24,6 +24,7 @@ class Numerics:
 
   Attributes:
     param_dtype: dtype of matrices; of all parameters see `stored`.
+    frozen_table: the embedding does not train, so that nothing would be rounded away in it.
     compute_dtype: dtype of activations and matmul operands.
     kernels: the implementation in each slot of the ops.
     max_segments: the most segments of a row, one of padding included.
@@ -41,9 +42,12 @@ class Numerics:
   stack: Stack
   along_row: AlongRow
   keep_gathered: bool = False
+  frozen_table: bool = False
 
   def stored(self, role: Role) -> jnp.dtype:
     """The dtype of the parameters and buffers of a role."""
+    if self.frozen_table and role is Role.EMBEDDING:
+      return self.param_dtype
     return stored_dtype(role, self.param_dtype)
 
 
@@ -72,6 +76,7 @@ def numerics(cfg: Config, kernels: Kernels = XLA, platform: str = "cpu") -> Nume
     stack=stack_of(cfg, unroll_of(cfg, platform)),
     along_row=along_row_of(),
     keep_gathered=cfg.mesh.keep_gathered,
+    frozen_table=cfg.finetune.keeps_embedding,
   )
 
 

@@ -156,7 +156,10 @@ class Quantised(nnx.Module):
     """`multiply(x, weights, stored)` of the layers' weights and of their logical axes."""
     stored = [activation_axes(layer.weight.axes) for layer in layers]
     weights = [layer.weight.packed(x.dtype) for layer in layers]
-    return Packed.of(lambda weights, x: multiply(x, weights, stored))(weights, x)
+    product = lambda weights, x: multiply(x, weights, stored)
+    # The gradients of adapters are products with `x`.
+    keeps_x = any(layer.adapter is not None for layer in layers)
+    return Packed.of(product, keeps_args=keeps_x)(weights, x)
 
 
 def is_layer(x: Any) -> bool:

@@ -193,6 +193,9 @@ class Unrolled(Loop):
 
     def of_layer(fp8, blocks, carry, layer):
       block, index, first = layer
+      if self.remat.decodes:
+        # Or XLA would copy the codes of all layers from the stack before the first layer runs.
+        index, carry = jax.lax.optimization_barrier((index, carry))
       return body(fp8, carry, (reread_layer(block, blocks, index), first))
 
     barriers = False, True, (False, True, True)  # the index has that of the weights

@@ -108,7 +108,9 @@ def decode(name: str, arrays: Sequence[jax.Array], dim: int) -> jax.Array:
 
 def _lookup(codes: jax.Array) -> jax.Array:
   """The entry of `NF4` for each code, by its bits: XLA fuses selects, not a gather."""
-  values: list[Any] = [np.float32(value) for value in NF4]
+  # 0, as only XLA finds out: jax would make 16 arrays of constants in front of a loop over layers.
+  zero = (codes & 0).astype(jnp.float32)
+  values = [zero + np.float32(value) for value in NF4]
   for bit in range(4):
     is_set = (codes & (1 << bit)) != 0
     values = [jnp.where(is_set, b, a) for a, b in zip(values[::2], values[1::2], strict=True)]
@@ -164,28 +166,36 @@ class Packed:
     return island(of_device, in_axes=tuple(inside), out_axes=tuple(out))(*self.arrays)
 
   @staticmethod
-  def of(f: Callable) -> Callable:
+  def of(f: Callable, *, keeps_args: bool = False) -> Callable:
     """The function `f(weights, *args)` of a tuple of packed weights, which have no gradient.
 
-    Reverse mode keeps codes, and decodes them again where it needs the weights. `f` holds no traced
-    array.
+    Reverse mode keeps codes, and decodes them again where it needs the weights.
+
+    Args:
+      f: holds no traced array.
+      keeps_args: the backward pass needs `args` for something else too. It then decodes once it
+        has them, and the weights are in memory for a shorter time.
     """
-    return lambda weights, *args: _apply(f, tuple(weights), *args)
+    return lambda weights, *args: _apply(f, keeps_args, tuple(weights), *args)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _apply(f, weights, *args):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _apply(f, keeps_args, weights, *args):
   # Or XLA would decode the weights of many layers before the first of them is run.
   weights, args = jax.lax.optimization_barrier((weights, args))
   return f(tuple(weight.wide() for weight in weights), *args)
 
 
-def _apply_bwd(f, kept, dy):
+def _apply_bwd(f, keeps_args, kept, dy):
   weights, args = kept
   # Or XLA would find, in layers without a loop, that it has decoded them before, and keep that.
-  weights, dy = jax.lax.optimization_barrier((weights, dy))
-  wide = tuple(weight.wide() for weight in weights)
+  weights, dy, before = jax.lax.optimization_barrier((weights, dy, args if keeps_args else ()))
+  wide, args = tuple(weight.wide() for weight in weights), before or args
   return None, *jax.vjp(lambda *args: f(wide, *args), *args)[1](dy)
 
 
-_apply.defvjp(lambda f, weights, *args: (_apply(f, weights, *args), (weights, args)), _apply_bwd)
+def _apply_fwd(f, keeps_args, weights, *args):
+  return _apply(f, keeps_args, weights, *args), (weights, args)
+
+
+_apply.defvjp(_apply_fwd, _apply_bwd)

@@ -137,7 +137,7 @@ def open_run(
     enter(on_mesh(cfg, mesh))
     stop = enter(StopSignal())
     program = make_program(cfg, losses.find(cfg.step.loss.name)(cfg)).continued(origin.extra)
-    checkpoints.rest = rest_of(program, origin, initial, train_set)
+    checkpoints.rest = rest_of(program, folder, origin, initial, train_set)
     state = None
     if cfg.step.loss.ROWS:  # before rows are read ahead
       if origin.restore is None:
@@ -246,7 +246,11 @@ def find_resume_point(checkpoints: CheckpointManager, snapshots: "Snapshots | No
 
 
 def rest_of(
-  program: Program, origin: ResumePoint, initial: "InitialWeights | None", train_set: TrainRows
+  program: Program,
+  folder: Path,
+  origin: ResumePoint,
+  initial: "InitialWeights | None",
+  train_set: TrainRows,
 ) -> Rest:
   """What checkpoints leave out: with adapters the frozen weights, if the run began without them.
 
@@ -258,10 +262,10 @@ def rest_of(
   from ats_jax.inference.base import BASE, Base  # here: few runs have adapters
 
   if origin.restore is not None:
-    named, folder = origin.extra.get(BASE), None if initial is None else initial.folder
-    return Base.named(named, program, tokenizer, folder=folder) if named else Rest()
+    named, given = origin.extra.get(BASE), None if initial is None else initial.folder
+    return Base.named(named, program, tokenizer, folder, folder=given) if named else Rest()
   assert initial is not None, "adapters need weights to begin with"
-  return Rest() if initial.router else Base.at_first(initial, program, tokenizer)
+  return Rest() if initial.router else Base.at_first(initial, program, tokenizer, folder)
 
 
 def restored_or_new(

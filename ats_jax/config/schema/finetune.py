@@ -102,6 +102,11 @@ class FinetuneConfig:
     base = getattr(self.adapter, "base", "plain")
     return "" if base == "plain" else base
 
+  @property
+  def keeps_embedding(self) -> bool:
+    """Whether the embedding itself stays as it is, beside adapters."""
+    return "embedding" not in getattr(self.adapter, "train", ("embedding",))
+
   def tunes(self, layer: int) -> bool:
     """Whether a layer trains, or has adapters."""
     first, _, last = self.layers.partition("-")

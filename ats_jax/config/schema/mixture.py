@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from typing import Any
 
+from ats_jax.config.schema.optimizer import check_roles
 from ats_jax.config.schema.setting import Table, setting
 
 MOST_PARTS = 100_000  # rows after which a mixture repeats: a table of so many is held in memory
@@ -33,6 +34,9 @@ class Phase:
     low=0.0,
   )
   warmup_steps: int = setting(0, "warm-up of that schedule", unit="steps", low=0)
+  trains: tuple[str, ...] = setting(
+    (), "roles of parameters whose weights move, e.g. adapter,adapter_out,head; () = all that train"
+  )
 
   @property
   def is_endless(self) -> bool:
@@ -48,6 +52,11 @@ def phases_of(data: Any) -> tuple[Phase, ...]:
 def has_rates(data: Any) -> bool:
   """Whether each phase has a learning rate of its own."""
   return any(phase.learning_rate for phase in data.phases)
+
+
+def freezes(data: Any) -> bool:
+  """Whether a phase trains some roles alone."""
+  return any(phase.trains for phase in data.phases)
 
 
 def steps_of(phase: Phase, batch_size: int, seq_len: int, rows: int) -> int:
@@ -173,7 +182,7 @@ def _check_weights(where: str, weights: Mapping[str, float], sources: Mapping[st
 
 
 def check_rates(cfg: Any) -> None:
-  """Refuse rates or moments by phases that there are not."""
+  """Refuse rates, roles or moments by phases that there are not."""
   data = cfg.data
   given, resets = has_rates(data), cfg.optimizer.phase_moments == "reset"
   if resets and len(data.phases) < 2:
@@ -182,6 +191,7 @@ def check_rates(cfg: Any) -> None:
       "optimizer.phase_moments at keep."
     )
   for number, phase in enumerate(data.phases):
+    check_roles(f"data.phases[{number}].trains", phase.trains)
     if given and not phase.learning_rate:
       raise ValueError(
         f"data.phases[{number}] has no learning_rate, and others have. Give one to each or to none."

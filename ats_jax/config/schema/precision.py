@@ -122,7 +122,8 @@ class PrecisionConfig:
 
   param_dtype: str = setting(
     "float32",
-    "stored matrices and head; embedding, routers and vectors are float32. There is no float16: "
+    "stored matrices and head, and the embedding where adapters train beside it; routers, vectors "
+    "and another embedding are float32. There is no float16: "
     "updates of a weight near 1 below 0.0005 would be rounded away, and small ones to 0",
     choices=("float32", "bfloat16"),
   )

@@ -51,6 +51,11 @@ class Changes:
     """Something else than steps moved the tensors: the next change says nothing."""
     self._last = None
 
+  def begin_anew(self) -> None:
+    """Other tensors train from now on: nothing is usual any more."""
+    self._last = None
+    self._usual.clear()
+
   def times_usual(self, sums: jax.Array) -> np.ndarray:
     """Of each tensor, its change over its usual one, beside what moved all alike, as the rate does.
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from ats_jax.config.schema.mixture import freezes
 from ats_jax.data.batch import Batch
 from ats_jax.metrics.clock import Clock, Totals
 from ats_jax.metrics.host_copy import start_copy
@@ -36,6 +37,7 @@ from ats_jax.orchestrator.signals.probe import Probe
 from ats_jax.orchestrator.signals.sources import Rise, where
 from ats_jax.step import tensors
 from ats_jax.step.program import Program
+from ats_jax.step.schedule import phase_starts
 from ats_jax.step.state import StepMetrics, TrainState
 
 REMEMBERED_LAPS = 6
@@ -202,6 +204,8 @@ class Watch:
       metrics["orchestrator/odd_copies"] = float(np.count_nonzero(pending.copies))
     self._moved = []
     if pending.sums is not None:
+      if self._trains_others(pending):
+        self._changes.begin_anew()
       times = self._changes.times_usual(pending.sums)
       metrics["orchestrator/tensor_change"] = float(np.max(times))
       if reading.applied > 0.0:  # else nothing should move
@@ -210,6 +214,12 @@ class Watch:
       seen["starved"] = self._experts.starved(jax.device_get(pending.loads))
     self.laps = [*self.laps, pending.host][-REMEMBERED_LAPS:]
     return reading._replace(faults=self._faults(pending, steps), looked=metrics, **seen), steps
+
+  def _trains_others(self, pending: Pending) -> bool:
+    """Whether other tensors may train since some update of these."""
+    cfg, first = self.program.cfg, pending.step - len(pending.rows)
+    begun = (first <= start < pending.step for start in phase_starts(cfg)[1:])
+    return freezes(cfg.data) and any(begun)
 
   def _faults(self, pending: Pending, steps: Steps) -> tuple[Finding, ...]:
     cfg, disagree = self.program.cfg, ()

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from ats_jax.config.schema import Config
+from ats_jax.config.schema.mixture import freezes
 from ats_jax.sharding.apply import has_own_sharding
 from ats_jax.step.optimizers.base import Optimizer
 
@@ -21,6 +22,10 @@ def parts_of(cfg: Config, optimizer: Optimizer) -> "tuple[Part, ...]":
     from ats_jax.step.parts.phases import Phases
 
     parts.append(Phases(cfg, optimizer))
+  if freezes(cfg.data):
+    from ats_jax.step.parts.freezing import Freezing
+
+    parts.append(Freezing(cfg, optimizer))
   if cfg.moe.num_experts and with_reflex:  # which has the rate
     from ats_jax.step.parts.sparse import ExpertDropout
 

@@ -19,6 +19,7 @@ from ats_jax.checkpoint import (
   CheckpointManager,
   committed_steps,
   integrity,
+  keep_for,
   layout,
   load_extra,
   parted,
@@ -130,6 +131,19 @@ def test_keeps_newest_and_best_across_restarts(tmp_path, asynchronous):
   assert kept == [[1], [1, 2], [2, 3], [2, 3, 4], [2, 4, 5], [2, 5, 6], [6, 7], [7, 8]]
   assert restore_tree(tmp_path, {"x": jnp.zeros(4, int)}, "best")[0] == 7
   assert load_extra(tmp_path, "best") == {"step": 7}
+
+
+def test_a_checkpoint_that_something_needs_is_kept(checkpoints, caplog):
+  caplog.set_level("WARNING", "absl")
+  keep_for(checkpoints / "1", "another run")
+  keep_for(checkpoints / "7", "a run of one that is gone")
+  with CheckpointManager(checkpoints, CheckpointConfig(keep=1)) as manager:
+    manager.save(4, make_state(4), {}, wait=True)
+    assert manager.steps() == [1, 4]
+  (line,) = [r.getMessage() for r in caplog.records]
+  assert line.startswith(
+    f"{checkpoints}/7 cannot be marked as needed for a run of one that is gone"
+  )
 
 
 def test_of_an_old_checkpoint_that_is_a_link_only_the_link_is_deleted(checkpoints, tmp_path):

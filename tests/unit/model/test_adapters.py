@@ -138,6 +138,26 @@ def test_no_wide_copy_of_a_quantised_stack_is_kept(remat, unroll):
   # Of gate, up and down alone: a layer is wide, the stack is not.
   text = lowered.compile().as_text()
   assert re.search(r"f32\[(32,96|96,32)\]", text) and not re.search(r"f32\[3,(32,96|96,32)\]", text)
+  # A layer's codes are read once the layer before has run: forward, and to compute it again.
+  waits = re.findall(
+    r"optimization_barrier .* : tensor<i32>, tensor<8x16x32xf32>\n", lowered.as_text()
+  )
+  assert len(waits) == (2 * 3 if unroll == 3 else 0)
+
+
+@pytest.mark.parametrize(
+  ("settings", "dtype"),
+  [
+    (LORA, "bfloat16"),
+    (LORA | {"finetune.adapter.train": ("embedding",)}, "float32"),
+    ({"finetune.freeze": ("embedding",)}, "float32"),  # which another run may train
+  ],
+)
+def test_an_embedding_beside_adapters_is_as_narrow_as_matrices(settings, dtype):
+  cfg = canonical.config("dense", settings | {"precision.param_dtype": "bfloat16"})
+  with jax.set_mesh(canonical.mesh()):
+    model = canonical.program(cfg).init(abstract=True).model
+  assert model.embed.weight.dtype == dtype and model.final_norm.scale.dtype == "float32"
 
 
 def test_facts_tell_what_is_adapted():

@@ -65,14 +65,30 @@ def test_codes_of_nf4_are_the_entries_of_its_table():
   np.testing.assert_allclose(got[:16, 0], NF4, rtol=1e-6)
 
 
+@pytest.mark.parametrize("keeps_args", [False, True])
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_product_keeps_codes_and_has_the_gradient_of_a_plain_one(name):
+def test_a_product_keeps_codes_and_has_the_gradient_of_a_plain_one(name, keeps_args):
   arrays, wide = both(name, drawn(64, 8))
   packed, x = Packed(arrays, name, DIM, jnp.float32), jnp.asarray(drawn(5, 64, seed=1))
   f = lambda weights, x: jnp.tanh(x @ weights[0])
-  got, pullback = jax.vjp(lambda x: Packed.of(f)((packed,), x), x)
+  got, pullback = jax.vjp(lambda x: Packed.of(f, keeps_args=keeps_args)((packed,), x), x)
   want, plain = jax.vjp(lambda x: f((wide,), x), x)
   np.testing.assert_allclose(got, want, rtol=1e-6)
   np.testing.assert_allclose(pullback(got)[0], plain(got)[0], rtol=1e-5, atol=1e-6)
   kept = [x for x in jax.tree.leaves(pullback) if x.shape == wide.shape]
   assert all(x.dtype == jnp.int8 for x in kept)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_loop_over_layers_reads_codes_alone(name):
+  arrays, wide = both(name, drawn(3, 64, 64))
+
+  def layer(x, arrays):
+    packed = Packed(arrays, name, DIM, x.dtype)
+    return Packed.of(lambda weights, x: jnp.tanh(x @ weights[0]))((packed,), x), None
+
+  loss = lambda x: jnp.sum(jax.lax.scan(layer, x, arrays)[0])
+  eqns = jax.make_jaxpr(jax.grad(loss))(jnp.asarray(drawn(5, 64, seed=1))).jaxpr.eqns
+  read = [v.aval for eqn in eqns if eqn.primitive.name == "scan" for v in eqn.invars]
+  assert {x.dtype.itemsize for x in read if x.shape[-2:] == wide.shape[-2:]} <= {1}
+  assert len(read) > 4  # a loop forward, and one back

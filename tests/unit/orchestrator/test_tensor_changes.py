@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from fed import Run, computed_wrongly
 
+from ats_jax.config.schema.mixture import Phase
+from ats_jax.config.schema.setting import Table
 from ats_jax.orchestrator.constants import CHANGE_TIMES, USUAL_LOOKS
 from ats_jax.orchestrator.signals.changes import SUMS, Changes
 from ats_jax.orchestrator.signals.health import moved
@@ -66,3 +68,14 @@ def test_it_is_a_cause_of_health_with_the_tensors_name(mesh, tmp_path):
   (row,) = (r for r in run.lines("check") if "change of a tensor" in r["health"]["names"])
   assert any("final_norm/scale moved" in cause for cause in row["health"]["causes"])
   assert row["reading"]["looked"]["orchestrator/tensor_change"] > CHANGE_TIMES
+
+
+def test_what_a_phase_keeps_is_no_cause(mesh, tmp_path):
+  text = Table(a=1)
+  phases = (Phase(text, steps=EVERY * 9 + 3), Phase(text, trains=("head",)))
+  changes = {"data.sources": {"a": ("a.txt",)}, "data.phases": phases}
+  cfg = canonical.config("dense", canonical.SUPERVISED | changes)
+  run = Run(canonical.program(cfg), tmp_path / "decisions.jsonl", cfg=cfg, loop=None)
+  run(EVERY * 12).end()
+  rows = run.lines("check")
+  assert rows and not [row for row in rows if "change of a tensor" in row["health"]["names"]]

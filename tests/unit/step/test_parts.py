@@ -28,6 +28,9 @@ PHASES = {
 }
 
 
+KEPT = {"optimizer.phase_moments": "keep"}
+
+
 def abstract(cfg: Config, program: Program):
   """The arguments of a step, as shapes."""
   accum, data = cfg.step.accum_steps, cfg.data
@@ -60,6 +63,7 @@ def test_a_dense_step_is_the_plain_step_alone(mesh):
     (ACT, ["Guard"]),
     (MOE | ACT | {"optimizer.ema_decay": 0.9}, ["ExpertDropout", "Sparse", "Ema", "Guard"]),
     (PHASES | ACT, ["Phases", "Guard"]),
+    ({**PHASES, "data.phases": (Phase(Table(a=1), trains=("head",)),)} | KEPT, ["Freezing"]),
   ],
   ids=str,
 )

@@ -51,6 +51,8 @@ def test_checkpoints_leave_the_frozen_weights_out(runs):
   _, folder, state = runs
   names = read_manifest(folder / "tuned" / "checkpoints" / "6")["leaves"]
   of_model = {name.partition("/adapter/")[2] for name in names if name.startswith("model/")}
+  needed_by = (folder / "base" / "checkpoints" / "6" / "kept_for").read_text()
+  assert needed_by == f"the frozen weights of {folder / 'tuned'}\n"
   assert of_model == {"a", "b"} and "opt_state/1/mu/layers/0/attn/q/adapter/a" in names
   with load_run(folder / "tuned") as run:
     assert_same(run.model, state.model)
@@ -101,8 +103,11 @@ def test_a_base_that_is_gone_or_another_one_is_one_clear_line(kind, runs, tmp_pa
   for use in (lambda: train(made, tuned), lambda: evaluate_run(parse(tuned), "latest")):
     with pytest.raises(ValueError, match=gone) as error:
       use()
-    assert "\n" not in str(error.value)
+    assert "\n" not in str(error.value) and f"make {tuned}/base a copy" in str(error.value)
   assert_same(train(made, tuned, InitialWeights.of(str(moved))), state)
+  (tuned / "base").symlink_to(moved)
+  with load_run(parse(tuned)) as run:
+    assert_same(run.model, state.model)
   shutil.rmtree(moved)
   other.rename(moved)
   with pytest.raises(ValueError, match=r"moved, which have changed .* expected [0-9a-f]{12}\. Put"):
