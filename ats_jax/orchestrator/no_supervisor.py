@@ -38,7 +38,7 @@ class NoSupervisor(Watcher):
     check_finite(step, metrics)
     return state
 
-  def evaluated(self, scores: Mapping[str, float]) -> None:
+  def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
     """An evaluation was made: nothing to do."""
 
   def saved(self) -> dict[str, Any]:

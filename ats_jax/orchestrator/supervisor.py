@@ -7,7 +7,7 @@ checkpoint, where the loop waits anyway, is everything read.
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, override
 
 from absl import logging
 
@@ -15,6 +15,7 @@ from ats_jax.config.build import CHANGES
 from ats_jax.data.batch import Batch
 from ats_jax.metrics.clock import Totals
 from ats_jax.metrics.watcher import Watcher
+from ats_jax.metrics.writer import MetricWriter
 from ats_jax.orchestrator import hooks
 from ats_jax.orchestrator.actions.base import Settings, carry_out
 from ats_jax.orchestrator.constants import SPAN_LOOKS
@@ -51,8 +52,10 @@ EVALUATED = "evaluated"  # losses of evaluations that no look has seen
 WATCHED = "watched"  # how far tensors moved
 
 
-class Supervisor(Watcher):
+class Supervisor(Watcher, MetricWriter):
   """Watches one run: it looks at the metrics of its steps, decides on actions and carries them out.
+
+  It takes metrics as every writer does (`write_scalars`).
 
   Attributes:
     policy: the state of the policy, which each checkpoint keeps.
@@ -183,9 +186,7 @@ class Supervisor(Watcher):
     Raises:
       FloatingPointError: if the policy gives the run up.
     """
-    self._watch.take(metrics)
-    if self._comparison is not None:
-      self._comparison.metrics.append(metrics)
+    self.write_scalars(step, metrics)
     if step % self._cfg.check_interval:
       return state
     if self._pending is not None:
@@ -219,15 +220,20 @@ class Supervisor(Watcher):
       self._requests.end(step)
     return state
 
-  def evaluated(self, scores: Mapping[str, float]) -> None:
-    """Take in the metrics of an evaluation, which the next look sees."""
-    if "eval/loss" in scores:  # of the validation split
-      self._evaluated.append(float(scores["eval/loss"]))
+  @override
+  def write_scalars(self, step: int, scalars: Mapping[str, Any] | StepMetrics) -> None:
+    """Take in metrics of an evaluation, or of an update, which may not be computed yet."""
+    if isinstance(scalars, StepMetrics):
+      self._watch.take(scalars)
+      if self._comparison is not None:
+        self._comparison.metrics.append(scalars)
+    elif "eval/loss" in scalars:  # of the validation split; the next look sees it
+      self._evaluated.append(float(scalars["eval/loss"]))
 
   def saved(self) -> dict[str, Any]:
     """What to keep with a checkpoint, right after `settle`; JSON values."""
     self.wants_checkpoint = False
-    self._teller.flush()
+    self.flush()
     return self._memory()
 
   def _memory(self) -> dict[str, Any]:
@@ -244,6 +250,12 @@ class Supervisor(Watcher):
     position = {} if self._loop is None else self._loop.position()
     return {**position, **self._memory()}
 
+  @override
+  def flush(self) -> None:
+    """Make the ledger durable."""
+    self._teller.flush()
+
+  @override
   def close(self) -> None:
     """Make the ledger durable."""
     self._teller.close()

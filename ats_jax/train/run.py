@@ -155,7 +155,7 @@ class Run:
       self.scores = score_all(self.program, self.state.weights, self.eval_sets, self.step)
       self.writer.write_scalars(self.step, self.scores)
       self.program = check_fp8(self.program, self.scores)
-      self.supervisor.evaluated(self.scores)
+      self.supervisor.write_scalars(self.step, self.scores)
 
   def settle(self, metrics: StepMetrics) -> None:
     """Have the supervisor check the state before it is saved, or replace it."""

@@ -9,6 +9,7 @@ import pytest
 from fed import Run
 
 from ats_jax.config.build import with_settings
+from ats_jax.metrics.writer import MultiWriter
 from ats_jax.orchestrator import hooks
 from ats_jax.orchestrator.actions import (
   FullPrecision,
@@ -147,9 +148,9 @@ def test_patience_ends_a_run_and_survives_a_checkpoint(program, path):
   )
   run = Run(patient, path, cfg=CFG)(EVERY * 3)
   for loss in (2.0, 2.5):
-    run.supervisor.evaluated({"eval/loss": loss, "eval/accuracy": 0.5})
+    MultiWriter([run.supervisor]).write_scalars(run.step, {"eval/loss": loss, "eval/accuracy": 0.5})
     run(EVERY)
-  run.supervisor.evaluated({"eval/loss": 2.1})
+  run.supervisor.write_scalars(run.step, {"eval/loss": 2.1})
   saved = json.loads(json.dumps(run.supervisor.saved()))
   assert saved[EVALUATED] == [2.1] and saved[SAVED]["worse_evals"] == 1
   again = Supervisor(patient, None)
