@@ -46,7 +46,7 @@ class Packed(nnx.Module):
     """Copy the weights of layers."""
     self.inputs = layers[0].inputs
     self.outputs = tuple(layer.outputs for layer in layers)
-    self.axes = (*map(_sharded_axis, (itertools.chain(*self.outputs), self.inputs)),)
+    self.axes = tuple(map(_sharded_axis, (itertools.chain(*self.outputs), self.inputs)))
     num_inputs = len(self.inputs)
     weights = [layer.value(dtype) for layer in layers]
     of_device = lambda size, axis: size // num_shards(axis)
