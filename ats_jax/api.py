@@ -162,6 +162,7 @@ class Engine:
     context: int = 0,
     pages: str = "",
     speculate: int = 0,
+    draft: str = "",
     tensor: int = 1,
     expert: int = 1,
   ):
@@ -178,6 +179,7 @@ class Engine:
       speculate: tokens at most that are guessed from what followed the same few before, and
         verified in one step; 0 = none. Texts stay as they are, but for rounding. For answers that
         repeat parts of their text, and few at once.
+      draft: the workdir of a smaller run whose model guesses instead, with the same tokenizer.
       tensor: devices that share each layer's heads and widths, and the vocabulary.
       expert: devices, or groups of `tensor` of them, that share the experts.
 
@@ -186,7 +188,7 @@ class Engine:
         writes no text or cannot be divided so, or if its layers skip tokens and `speculate` is
         not 0.
     """
-    options = Options(pages, speculate, tensor, expert)
+    options = Options(pages, speculate, draft, tensor, expert)
     with contextlib.ExitStack() as stack:
       stack.enter_context(cli.short_log())
       loading = load_run(paths.parse(workdir), str(step), devices=1, options=options)

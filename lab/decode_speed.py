@@ -6,15 +6,17 @@ once, and how long until the first token of each; `texts` continues one text aft
 prompts from the beginnings of files (`--texts`). Rates are of drawn tokens: while all texts are
 drawn, and from the first request to the last token; `tokens_per_step` is how many a text has of a
 step that goes on with it. Other prompts are distinct, of random bytes. With `--speculate` each case
-runs without guesses and with them; `same_texts` is the share of texts that are equal, and `as_read`
-the tokens per step of a model that would continue the files as they go on.
+runs without guesses and with them, of `--draft` if it is given, a model or a run; `same_texts` is
+the share of texts that are equal, and `as_read` the tokens per step by lookup of a model that would
+continue the files as they go on.
 Command: python -m lab.decode_speed --model=1.5b [--cases=one,64,requests,first] \
   [--kernels=paged_attention=xla] [--pages=int8] [--tokens=256] [--layers=0] [--speculate=4] \
-  [--tensor=2] [--expert=1]
+  [--tensor=2] [--expert=1] [--draft=toy]
   python -m lab.decode_speed --workdir=runs/debug --cases=texts --texts='docs/*.md' --speculate=4
 """
 
 import contextlib
+import dataclasses
 import glob
 import json
 import statistics
@@ -34,13 +36,14 @@ from ats_jax.config.build import resolve
 from ats_jax.config.extend import build
 from ats_jax.config.tree import updated
 from ats_jax.data.tokens.tokenizer import ByteTokenizer, Tokenizer
+from ats_jax.inference.engine.draft_model import DraftModel
 from ats_jax.inference.engine.engine import Engine
 from ats_jax.inference.engine.layout import Served
 from ats_jax.inference.engine.lookup import PromptLookup
 from ats_jax.inference.engine.options import PAGES
 from ats_jax.inference.engine.request import Request, Sampling
 from ats_jax.inference.engine.runner import ModelRunner, Size, served
-from ats_jax.inference.engine.schedule import Step
+from ats_jax.inference.engine.schedule import Draft, Step
 from ats_jax.inference.generator import prompt_ids
 from ats_jax.inference.load import load_run
 from ats_jax.metrics.profiler import kernel_table, kernel_times
@@ -71,6 +74,7 @@ _PAGES = flags.DEFINE_enum("pages", "", ["", *PAGES], "In what they are stored."
 _SPECULATE = flags.DEFINE_integer("speculate", 0, "Tokens to guess at most.", 0)
 _TENSOR = flags.DEFINE_integer("tensor", 1, "Devices that share each layer of a model.", 1)
 _EXPERT = flags.DEFINE_integer("expert", 1, "Devices that share the experts of a model.", 1)
+_DRAFT = flags.DEFINE_string("draft", "", "A model or a workdir whose model guesses.")
 _WORKDIR = flags.DEFINE_string("workdir", "", "Of a run, in place of a model.")
 _TEXTS = flags.DEFINE_string("texts", "", "Files of which --cases=texts continues beginnings.")
 _TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "Of the draws.", 0.0)
@@ -78,13 +82,13 @@ _TRACE = flags.DEFINE_bool("trace", False, "Then print which kernels a run spend
 _REPEATS = flags.DEFINE_integer("repeats", 3, "Of each case, after one that compiles.")
 
 
-def config() -> Config:
-  """The config of the model in bfloat16."""
+def config(name: str) -> Config:
+  """The config of a model in bfloat16."""
   vocab = VOCAB if _MODEL.value != "toy" else 512
-  model = MODELS[_MODEL.value] | {"vocab_size": vocab}
+  model = MODELS[name] | {"vocab_size": vocab}
   changed = {f"model.{name}": value for name, value in model.items()}
   changed |= {"model.num_layers": _LAYERS.value} if _LAYERS.value else {}
-  if _MODEL.value == "moe":
+  if name == "moe":
     changed |= {f"moe.{name}": value for name, value in EXPERTS.items()}
   changed |= {"mesh.tensor": _TENSOR.value, "mesh.expert": _EXPERT.value}
   changed |= {"data.tokenizer": "bytes", "precision.param_dtype": "bfloat16"}
@@ -150,6 +154,11 @@ def prompts(name: str, tokenizer: Tokenizer) -> tuple[list[list[int]], int, list
   return rng.integers(0, 256, (number, length)).tolist(), drawn, []
 
 
+def guesses(of_draft: ModelRunner | None, most: int) -> Draft:
+  """What guesses: another model, or the text itself."""
+  return PromptLookup(most) if of_draft is None else DraftModel(of_draft, most)
+
+
 def as_read(draft: PromptLookup, texts: list[list[int]], rests: list[list[int]]) -> float:
   """Tokens per step if texts go on with `rests`."""
   steps = 0
@@ -163,14 +172,14 @@ def as_read(draft: PromptLookup, texts: list[list[int]], rests: list[list[int]])
 
 
 @contextlib.contextmanager
-def opened() -> Iterator[tuple[Served, Program, Tokenizer, Pass]]:
-  """The model, packed, and what belongs to it."""
-  if _WORKDIR.value:
-    with load_run(paths.parse(_WORKDIR.value), devices=1) as loaded:
+def opened(name: str) -> Iterator[tuple[Served, Program, Tokenizer, Pass]]:
+  """A model of `MODELS` or of a workdir, packed, and what belongs to it."""
+  if name not in MODELS:
+    with load_run(paths.parse(name), devices=1) as loaded:
       program = loaded.program
       yield served(loaded.model, program), program, loaded.tokenizer, program.rules(loaded.step)
     return
-  cfg = config()
+  cfg = config(name)
   cfg = resolve(cfg, cfg.model.vocab_size)
   devices = jax.devices()[: _TENSOR.value * _EXPERT.value]
   with runtime.configured(cfg), on_mesh(cfg, make_mesh(cfg, devices)):
@@ -182,7 +191,7 @@ def opened() -> Iterator[tuple[Served, Program, Tokenizer, Pass]]:
 def main(argv: list[str]) -> None:
   """Measure each case."""
   del argv
-  with opened() as (model, program, tokenizer, rules):
+  with opened(_WORKDIR.value or _MODEL.value) as (model, program, tokenizer, rules):
     cases = {name: prompts(name, tokenizer) for name in _CASES.value}
     size = Size(
       max(len(of[0]) + drawn for of, drawn, _ in cases.values()),
@@ -192,12 +201,17 @@ def main(argv: list[str]) -> None:
       narrow=_PAGES.value,
       guess=_SPECULATE.value,
     )
+    of_draft: ModelRunner | None = None
+    if _DRAFT.value:
+      plain_size = dataclasses.replace(size, guess=0, narrow="")
+      with opened(_DRAFT.value) as of_it:
+        of_draft = ModelRunner(*of_it, plain_size)
     runner = Counted(model, program, tokenizer, rules, size)
     for name, (texts, drawn, rests) in cases.items():
       sampling = Sampling(max_tokens=drawn, temperature=_TEMPERATURE.value, ignore_end=True)
       requests, plain = [Request(ids, sampling) for ids in texts], list[list[int]]()
       for speculate in dict.fromkeys((0, _SPECULATE.value)):
-        draft = PromptLookup(speculate) if speculate else None
+        draft = guesses(of_draft, speculate) if speculate else None
         engine = Engine(runner, tokenizer, share=False, draft=draft)
         began = time.perf_counter()
         _, drawn_ids = run(engine, runner, requests)
@@ -208,10 +222,11 @@ def main(argv: list[str]) -> None:
         keys = [key for key in found[0] if all(key in f for f in found)]
         row = {key: round(statistics.median(f[key] for f in found), 4) for key in keys}
         row |= {"speculate": speculate, "same_texts": round(same, 3)} if _SPECULATE.value else {}
-        if draft and rests:
+        if isinstance(draft, PromptLookup) and rests:
           row["as_read"] = round(as_read(draft, texts, rests), 3)
         row = {"model": _WORKDIR.value or _MODEL.value, "case": name} | row | facts
         row |= {"kernels": _KERNELS.value, "pages": _PAGES.value}
+        row |= {"draft": _DRAFT.value} if speculate else {}
         row |= {"tensor": _TENSOR.value, "expert": _EXPERT.value}
         row |= {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
         print(json.dumps(row), flush=True)

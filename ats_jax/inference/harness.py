@@ -49,6 +49,7 @@ class RunLM(TemplateLM):
     compute_dtype: str = "",
     pages: str = "",
     speculate: int = 0,
+    draft: str = "",
     tensor: int = 1,
     expert: int = 1,
     batch_size: Any = None,
@@ -63,6 +64,7 @@ class RunLM(TemplateLM):
       compute_dtype: likewise.
       pages: as of `Options`.
       speculate: likewise.
+      draft: likewise.
       tensor: likewise.
       expert: likewise.
       batch_size: the harness passes it to every model; the engine makes its own batches.
@@ -72,7 +74,7 @@ class RunLM(TemplateLM):
     super().__init__()
     del batch_size, max_batch_size, device
     self._stack = contextlib.ExitStack()
-    options = Options(pages, speculate, tensor, expert)
+    options = Options(pages, speculate, draft, tensor, expert)
     loading = load_run(paths.parse(workdir), str(step), compute_dtype, 1, options)
     self._run = self._stack.enter_context(loading)
     self._compared = False

@@ -21,7 +21,7 @@ from ats_jax.config.schema.exchange import Hierarchical
 from ats_jax.config.schema.optimizer import AdamW
 from ats_jax.config.schema.schedule import Constant
 from ats_jax.config.schema.setting import Table
-from ats_jax.data.tokens.file import load_tokenizer
+from ats_jax.data.tokens.file import has_same_ids, load_tokenizer
 from ats_jax.data.tokens.tokenizer import Tokenizer
 from ats_jax.extensions import losses
 from ats_jax.inference.engine.options import DEFAULT, Options
@@ -31,12 +31,14 @@ from ats_jax.model.layout import stacks
 from ats_jax.ops.requirements import this_device, with_compute_dtype
 from ats_jax.sharding.mesh import make_mesh, on_mesh
 from ats_jax.step.program import Program, make_program
+from ats_jax.store import paths
 from ats_jax.store.paths import Path
 
 if TYPE_CHECKING:  # imported by runs on conversations
   from ats_jax.data.chat.conversation import Message
   from ats_jax.inference.engine.engine import Engine
   from ats_jax.inference.engine.runner import ModelRunner
+  from ats_jax.inference.engine.schedule import Draft
   from ats_jax.inference.engine.score import Scorer
 
 
@@ -55,6 +57,7 @@ class TrainedRun:
     extra: JSON that was saved with the checkpoint.
     shares: others have its arrays too, so that what packs them leaves them as they are.
     options: how the engine works.
+    draft: the run whose model guesses (`Options.draft`), packed.
   """
 
   step: int
@@ -64,6 +67,7 @@ class TrainedRun:
   extra: Mapping[str, Any]
   shares: bool = False
   options: Options = DEFAULT
+  draft: "TrainedRun | None" = None
   # The packed model, and behind it the last runner with the engine that uses it.
   _packed: list[Any] = dataclasses.field(default_factory=list, repr=False)
 
@@ -113,14 +117,23 @@ class TrainedRun:
     # Here: a training that draws a sample at its end needs none of it.
     from ats_jax.inference.engine.engine import Engine
 
-    runner, draft = self._runner(rows, context), None
-    if self.options.speculate:
-      from ats_jax.inference.engine.lookup import PromptLookup
-
-      draft = PromptLookup(self.options.speculate)
+    draft = self._guesses(rows, context) if self.options.speculate else None
+    runner = self._runner(rows, context)
     engine = Engine(runner, self.tokenizer, share=not runner.skips, draft=draft)
     self._packed.append((runner, weakref.ref(engine)))
     return engine
+
+  def _guesses(self, rows: int, context: int) -> "Draft":
+    if self.draft is None:
+      from ats_jax.inference.engine.lookup import PromptLookup
+
+      return PromptLookup(self.options.speculate)
+    from ats_jax.inference.engine.draft_model import DraftModel
+
+    runner = self.draft._runner(rows, self._context(context))
+    draft = DraftModel(runner, self.options.speculate)
+    self.draft._packed.append((runner, weakref.ref(draft)))
+    return draft
 
   def scorer(self, rows: int, context: int = 0) -> "Scorer":
     """What tells how likely texts are, with the weights as `engine` packs them.
@@ -135,6 +148,11 @@ class TrainedRun:
     scorer = Scorer(runner, self.tokenizer.vocab_size, share=not runner.skips)
     self._packed.append((runner, weakref.ref(scorer)))
     return scorer
+
+  def _context(self, asked: int) -> int:
+    """Tokens of a prompt and its answer that an engine has room for."""
+    cfg = self.program.cfg
+    return max(asked, cfg.data.seq_len + cfg.sample.max_tokens)
 
   @property
   def _for_engine(self) -> bool:
@@ -152,9 +170,10 @@ class TrainedRun:
         f"the engine runs on {self.options.devices} device(s), and this run was loaded on "
         f"{jax.sharding.get_mesh().size}. Use load_run(..., devices={self.options.devices})."
       )
-    cfg, rules = self.program.cfg, self.program.rules(self.step)
-    context = max(context, cfg.data.seq_len + cfg.sample.max_tokens)
-    size = Size(context, rows, narrow=self.options.pages, guess=self.options.speculate)
+    rules = self.program.rules(self.step)
+    size = Size(
+      self._context(context), rows, narrow=self.options.pages, guess=self.options.speculate
+    )
     if not self._packed:
       if not self.model.predicts:
         raise ValueError("this model rates texts and writes none. `evaluate` takes it.")
@@ -295,9 +314,11 @@ def load_run(
 
   Raises:
     ValueError: if there is no run, no such checkpoint, none that is intact, or one of another run;
-      or if the model cannot be divided among the engine's devices.
+      if the model cannot be divided among the engine's devices, or that of `options.draft` cannot
+      guess for it.
   """
   folder = Path(folder)
+  draft = _draft_of(options, compute_dtype) if options.draft else None
   chosen = int(step) if step.isdecimal() else step
   changes = settings_of(folder / workdir.CHECKPOINTS, chosen, workdir.load_identity(folder))
   with contextlib.ExitStack() as stack:
@@ -309,7 +330,23 @@ def load_run(
       # Another checkpoint than the newest of before: that is damaged, or there is a newer one.
       changes = made_with
       stack.close()
-    yield dataclasses.replace(run, options=options)
+    if draft is not None and not has_same_ids(run.tokenizer, draft.tokenizer):
+      raise ValueError(
+        f"draft={options.draft}: its tokenizer is not that of {folder}, so its ids are other "
+        "tokens. Use a run with the same tokenizer."
+      )
+    yield dataclasses.replace(run, options=options, draft=draft)
+
+
+def _draft_of(options: Options, compute_dtype: str) -> TrainedRun:
+  """The run that guesses: what is packed of it stays when its mesh is left."""
+  from ats_jax.inference.engine.runner import served
+
+  with load_run(paths.parse(options.draft), "latest", compute_dtype, devices=1) as run:
+    if run.program.cfg.mod.routing != "none" or not run.model.predicts:
+      why = "rates texts" if not run.model.predicts else "skips tokens in some layers (mod.routing)"
+      raise ValueError(f"draft={options.draft}: this model {why}, so it cannot guess.")
+    return dataclasses.replace(run, _packed=[served(run.model, run.program)])
 
 
 def _restored(

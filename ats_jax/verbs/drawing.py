@@ -19,8 +19,8 @@ class EngineFlag:
       "engine",
       [],
       f"pages={' or '.join(PAGES)}: keys and values in 8 bits, so that nearly twice the texts fit; "
-      "speculate=K: guess up to K tokens from what came before; tensor=N, expert=N: share each "
-      "layer, or the experts, among devices. Separated by a comma.",
+      "speculate=K: guess up to K tokens from what came before; draft=WORKDIR: guess by that run; "
+      "tensor=N, expert=N: share each layer, or the experts, among devices. Separated by a comma.",
       flag_values=flag_values,
     )
 

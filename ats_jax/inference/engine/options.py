@@ -17,12 +17,14 @@ class Options:
       head; "" = in the compute dtype.
     speculate: tokens at most that are guessed from what followed the same few before, and verified
       in one step; 0 = none. Texts stay as they are, but for rounding.
+    draft: the workdir of a run whose model guesses instead, its latest checkpoint; "" = none.
     tensor: devices that share each layer's heads and widths, and the vocabulary.
     expert: devices, or groups of `tensor` of them, that share the experts.
   """
 
   pages: str = ""
   speculate: int = 0
+  draft: str = ""
   tensor: int = 1
   expert: int = 1
 
@@ -36,6 +38,10 @@ class Options:
         f"speculate={number!r} is not a whole number from 0 to {MOST_GUESSED} (tokens to guess; "
         "0 = none)."
       )
+    if self.draft and not self.speculate:
+      raise ValueError(f"draft={self.draft}: how many tokens it guesses is missing: speculate=4.")
+    if self.draft and self.devices > 1:
+      raise ValueError(f"draft={self.draft}: it guesses on one device, without tensor and expert.")
     for name in ("tensor", "expert"):
       if not _is_whole(number := getattr(self, name)) or number < 1:
         raise ValueError(f"{name}={number!r} is not a whole number of devices, from 1.")
@@ -53,7 +59,7 @@ class Options:
       name, _, value = item.partition("=")
       if name not in names:
         raise ValueError(f"{item!r}: expected NAME=VALUE with one of {', '.join(names)}.")
-      given[name] = int(value) if name != "pages" and value.isdecimal() else value
+      given[name] = int(value) if name not in ("pages", "draft") and value.isdecimal() else value
     return cls(**given)
 
 

@@ -144,6 +144,28 @@ def test_engines_of_a_run_do_not_share_what_they_keep(trained):
     run.engine(1)
 
 
+def test_a_run_guesses_for_itself(trained):
+  drawing, texts = {"prompt": "seven", "max_tokens": 9, "temperature": 0.0}, []
+  for draft in ("", str(trained)):
+    options = Options(speculate=3, draft=draft)
+    with load_run(trained, devices=1, options=options) as run:
+      texts.append(["".join(run.generate(0, **drawing)) for _ in range(2)])
+  assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    ({"data.tokenizer": "bpe", "data.bpe_vocab_size": 300}, "its tokenizer is not that of"),
+    ({"mod.routing": "static"}, r"skips tokens in some layers \(mod.routing\), so it cannot guess"),
+  ],
+)
+def test_runs_that_cannot_guess_are_refused(trained, tmp_path, changes, message):
+  options = Options(speculate=3, draft=str(one_step(tmp_path, "other", changes)))
+  with pytest.raises(ValueError, match=message), load_run(trained, devices=1, options=options):
+    pass
+
+
 def test_an_engine_on_several_devices(trained):
   drawing, texts = {"prompt": "seven", "max_tokens": 9, "temperature": 0.0}, []
   for options in (Options(), Options(tensor=2)):
@@ -185,6 +207,8 @@ def test_guesses_change_no_text_and_are_loaded_when_asked_for(trained):
     ({"speculate": -1}, "speculate=-1 is not a whole number from 0 to 16"),
     ({"speculate": 17}, "speculate=17 is not"),
     ({"speculate": True}, "speculate=True is not"),
+    ({"draft": "runs/small"}, "draft=runs/small: how many tokens it guesses is missing"),
+    ({"draft": "a", "speculate": 2, "tensor": 2}, "draft=a: it guesses on one device"),
     ({"tensor": 0}, "tensor=0 is not a whole number of devices, from 1"),
   ],
 )

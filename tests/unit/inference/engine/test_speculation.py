@@ -181,7 +181,8 @@ def test_layers_that_skip_tokens_are_refused(mesh):
 def test_without_guesses_nothing_of_them_is_imported():
   script = (
     "import sys, ats_jax.api, ats_jax.inference.engine.runner\n"
-    "print([n for n in ('lookup', 'verify') if f'ats_jax.inference.engine.{n}' in sys.modules])"
+    "names = 'lookup', 'draft_model', 'verify'\n"
+    "print([n for n in names if f'ats_jax.inference.engine.{n}' in sys.modules])"
   )
   printed = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
   assert printed.stdout.split() == [b"[]"]
