@@ -322,7 +322,7 @@ WRONG = {
   "generate --workdir={ok} --prompt=a --engine=speculate=x": "speculate='x' is not a whole number",
   "generate --workdir={ok} --prompt=a --engine=int8": "--engine: 'int8': expected NAME=VALUE",
   "generate --workdir={ok} --prompt=a --engine=draft=x": "many tokens it guesses is missing",
-  "generate --workdir={ok} --prompt=a --engine=draft=x,speculate=2": "x/config.json",
+  "generate --workdir={ok} --prompt=a --engine=draft=x,speculate=2": "x holds no run",
   "generate --workdir={ok} --prompt=a --engine=tensor=2": "tensor=2 x expert=1 devices, and there",
   "evaluate --workdir={ok} --tasks=a --limit=0": "--limit=0",
   "check_env --coordinator=node0": "a host and a port were expected, e.g. node0:1234",
