@@ -1,9 +1,10 @@
 """Guesses by a smaller model (Leviathan et al. 2023, arXiv:2211.17192), its likeliest tokens."""
 
-import heapq
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from absl import logging
 
 from ats_jax.inference.engine.request import Request, Sampling
 from ats_jax.inference.engine.schedule import Chunk, Row, Runner, Step
@@ -15,7 +16,7 @@ class DraftModel:
   """Guesses what another model would say (`schedule.Draft`).
 
   Each text has a row and pages of its own there, as far as these suffice. What a row has read stays
-  as long as the text goes on so.
+  as far as its text begins so.
 
   Attributes:
     most: tokens of a guess at most.
@@ -29,18 +30,21 @@ class DraftModel:
       most: tokens of a guess at most.
     """
     self.most, self._runner = most, runner
-    self._free = list(range(min(runner.max_rows, runner.num_pages // runner.max_pages_per_row)))
+    self._num_rows = min(runner.max_rows, runner.num_pages // runner.max_pages_per_row)
+    if self._num_rows < runner.max_rows:
+      logging.warning(
+        "draft: of %d texts at once, %d get guesses: there is no memory for more",
+        runner.max_rows, self._num_rows,
+      )  # fmt: skip
     self._rows: dict[int, int] = {}  # by request
     self._read: dict[int, list[int]] = {}  # by row, the tokens of which it has keys and values
 
   def guess(self, texts: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:
     """What the model finds likeliest behind each text; of those without a row or room nothing."""
-    for number in self._rows.keys() - texts.keys():
-      self._read.pop(row := self._rows.pop(number), None)
-      heapq.heappush(self._free, row)
-    for number in texts.keys() - self._rows.keys():
-      if self._free:
-        self._rows[number] = heapq.heappop(self._free)
+    rows = {number: row for number, row in self._rows.items() if number in texts}
+    free = [row for row in range(self._num_rows) if row not in rows.values()]
+    new = [number for number in texts if number not in rows]
+    self._rows = rows | dict(zip(new, free, strict=False))
     room = self._runner.max_pages_per_row * self._runner.page_size
     wanted = {n: min(self.most, room - len(texts[n])) for n in self._rows}
     going = [number for number in self._rows if wanted[number] > 0]

@@ -34,7 +34,7 @@ def counted(engine):
 
 @pytest.mark.parametrize("layers", [2, 1])
 def test_greedy_texts_are_the_same(layers, mesh):
-  """With the same model as draft, each guess is right; with another one, few are."""
+  """With the same model as draft, each guess is right; with another one, some are wrong."""
   cfg = canonical.config("dense", LOUD)
   draft = drafting(canonical.config("dense", LOUD | {"model.num_layers": layers}))
   without = answers(engine_of(cfg), REQUESTS)
@@ -42,13 +42,15 @@ def test_greedy_texts_are_the_same(layers, mesh):
   for _ in range(2):  # then rows are of other requests, and beginnings are kept
     rows = counted(engine)
     assert answers(engine, REQUESTS) == without
-    assert len(rows) < (0.3 if layers == 2 else 1) * sum(map(len, without))
+    share = len(rows) / sum(map(len, without))
+    assert share < 0.3 if layers == 2 else share > 0.5
 
 
-def test_texts_for_which_there_is_no_room_get_no_guesses(mesh):
+def test_texts_for_which_there_is_no_room_get_no_guesses(mesh, caplog):
   cfg = canonical.config("dense", LOUD)
   of_two_rows = dataclasses.replace(SIZE, pages=2 * 8)
   draft = drafting(cfg, of_two_rows)
+  assert "of 3 texts at once, 2 get guesses" in caplog.text
   texts = {number: ids_of(text) for number, text in enumerate(PROMPTS[1:])}
   found = draft.guess(texts)
   assert sorted(map(len, (found.get(number, ()) for number in texts))) == [0, 3, 3]
