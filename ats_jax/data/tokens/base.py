@@ -137,10 +137,10 @@ class OfDocuments:
 
 def known_ids(ids: Iterable[int], tokenizer: Tokenizer) -> list[int]:
   """`ids` as integers, or ValueError for one that is not of the tokenizer."""
-  known = [int(i) for i in ids]
-  for i in known:
-    if not 0 <= i < tokenizer.vocab_size:
-      raise ValueError(f"Token id {i} is outside the vocabulary [0, {tokenizer.vocab_size}).")
+  known, size = list(map(int, ids)), tokenizer.vocab_size
+  if known and not 0 <= min(known) <= max(known) < size:
+    wrong = next(i for i in known if not 0 <= i < size)
+    raise ValueError(f"Token id {wrong} is outside the vocabulary [0, {size}).")
   return known
 
 

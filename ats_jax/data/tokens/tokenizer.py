@@ -182,6 +182,7 @@ class StreamDecoder:
     special = (at for at, i in enumerate(prompt, 1) if i in tokenizer.special_ids)
     self._ids = list(prompt[max(special, default=0) :])  # from the last place where a part began
     self._shown = len(self._ids)  # how many of them are in parts already returned
+    self._context: str | None = None  # the text of those
 
   def push(self, token_id: int) -> str:
     """The text that `token_id` completes; "" if it completes none."""
@@ -191,17 +192,19 @@ class StreamDecoder:
       return ""
     # The shown ids stay as context: some tokenizers spell a token differently at the beginning.
     self._ids, self._shown = self._ids[self._shown :], len(self._ids) - self._shown
+    self._context = None
     return text
 
   def finish(self) -> str:
     """What was held back, with U+FFFD for a character that was never completed."""
     text = self._new_text()
-    self._ids, self._shown = [], 0
+    self._ids, self._shown, self._context = [], 0, ""
     return text
 
   def _new_text(self) -> str:
-    context = self._tokenizer.decode(self._ids[: self._shown])
-    return self._tokenizer.decode(self._ids)[len(context) :]
+    if self._context is None:
+      self._context = self._tokenizer.decode(self._ids[: self._shown])
+    return self._tokenizer.decode(self._ids)[len(self._context) :]
 
 
 def build_tokenizer(

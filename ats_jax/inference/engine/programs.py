@@ -114,6 +114,7 @@ class Programs(NamedTuple):
     weights: list[jax.Array],
     state: State,
     of_rows: jax.Array,
+    before: Drawn,
     settings: Settings,
     allowed_V: jax.Array,
     *,
@@ -121,11 +122,15 @@ class Programs(NamedTuple):
   ) -> tuple[State, jax.Array, Drawn]:
     """Feed the last token of each row, and draw the next.
 
+    All that changes is written to where it was: the kernels of a call are those of the call before
+    with the same addresses, and a graph of them is launched as it is.
+
     Args:
       weights: of the model.
       state: donated.
       of_rows: donated, int32 [B, 2 + W]: rows, positions of the tokens to feed (-1 = nobody's),
         pages. One array, as each that the host sends takes its time.
+      before: donated, what the last call drew. It is not read.
       settings: of the rows.
       allowed_V: bool, which tokens may come.
       which: what is needed of the draw.
@@ -134,6 +139,7 @@ class Programs(NamedTuple):
       The state, `of_rows` of a step that goes on with the same pages, and what was drawn.
     """
     row_B, index_B, table_BW = of_rows[:, 0], of_rows[:, 1], of_rows[:, 2:]
+    del before
     model, view = self.model(weights), View(table_BW, self.kernels, whole=False)
     ids_B1, index_B1 = state.token_R[row_B][:, None], index_B[:, None]
     x_BTD, state = self.extend(model, state, ids_B1, index_B1, row_B, view)

@@ -160,7 +160,9 @@ class ModelRunner:
     allowed[list(tokenizer.end_ids)] = True
     self._allowed_V = jnp.asarray(allowed)
     self._settings: tuple[Any, Settings, Draw] | None = None
-    self._next: tuple[np.ndarray, jax.Array] | None = None  # of `decode`, on host and device
+    # Of the last call of `decode`: what the next one takes, on host and device, and what it drew.
+    self._next: tuple[np.ndarray, jax.Array] | None = None
+    self._drawn: tuple[Draw, Drawn] | None = None
     # As a plain list: a module is taken apart in Python at each call, which takes milliseconds.
     leaves, structure = jax.tree.flatten(model)
     self._weights, stacked = _stacked(leaves)
@@ -169,8 +171,13 @@ class ModelRunner:
       of_model.chunk, donate_argnames="state", static_argnames=("which", "whole")
     )
     self._decode_program = jax.jit(
-      of_model.decode, donate_argnames=("state", "of_rows"), static_argnames="which"
+      of_model.decode,
+      donate_argnames=("state", "of_rows", "before"),
+      static_argnames="which",
+      keep_unused=True,
     )
+    self._copy = jax.jit(lambda drawn: jax.tree.map(jnp.copy, drawn))
+    self._put = jax.jit(lambda into, x: jnp.copy(x), donate_argnames="into", keep_unused=True)
     self._score_program = jax.jit(of_model.score, donate_argnames="state", static_argnames="whole")
     self._verify_program: Any = None
     if size.guess:
@@ -277,13 +284,15 @@ class ModelRunner:
   def _decode(self, rows: Sequence[Row]) -> Drawn:
     """Draw another token of each of some rows."""
     of_rows, settings, which = self._of_rows(rows, wide=self._reads != "xla")
+    before = self._before(len(of_rows), which)
     self._state, array, drawn = self._decode_program(
-      self._weights, self._state, self._on_device(of_rows), settings, self._allowed_V, which=which
-    )
+      self._weights, self._state, self._on_device(of_rows), before, settings, self._allowed_V,
+      which=which,
+    )  # fmt: skip
     following = of_rows.copy()  # the device may read the other one in place
     following[: len(rows), 1] += 1
-    self._next = following, array
-    return drawn
+    self._next, self._drawn = (following, array), (which, drawn)
+    return self._copy(drawn)  # for the host, which reads it while the next call draws
 
   def _verify(self, rows: Sequence[Row]) -> Drawn:
     """Draw more tokens of each of some rows."""
@@ -311,16 +320,23 @@ class ModelRunner:
     return of_rows, *self._of([*requests, *requests[:1] * spare])
 
   def _on_device(self, of_rows: np.ndarray) -> jax.Array:
-    """The argument of `decode`: what its last call returned, if it is that.
+    """The argument of `decode`, where its last one was.
 
-    Most steps go on with the same rows and pages. Then nothing is sent, and all that a program
-    reads is where it was, so that the graphs of its kernels need no update.
+    Most steps go on with the same rows and pages. Then it is what the last call returned, and
+    nothing is sent.
     """
-    if self._next is not None:
-      expected, array = self._next
-      if np.array_equal(expected, of_rows) and not array.is_deleted():
-        return array
-    return jnp.asarray(of_rows)
+    if self._next is None or self._next[1].is_deleted() or self._next[0].shape != of_rows.shape:
+      return jnp.asarray(of_rows)
+    expected, array = self._next
+    return array if np.array_equal(expected, of_rows) else self._put(array, of_rows)
+
+  def _before(self, rows: int, which: Draw) -> Drawn:
+    """What `decode` may write its draws to."""
+    if self._drawn is not None:
+      of_last, drawn = self._drawn
+      if of_last == which and len(drawn.id_B) == rows and not drawn.id_B.is_deleted():
+        return drawn
+    return Drawn.zeros(rows, self._vocab, which)
 
   def _table(self, of_rows: Sequence[tuple[int, ...]], most: int, *, wide: bool) -> np.ndarray:
     """Pages of rows, as wide as a power of two, so that few programs are compiled.

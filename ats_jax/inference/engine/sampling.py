@@ -87,6 +87,14 @@ class Drawn(NamedTuple):
   likeliest_BN: jax.Array | None = None
   likeliest_logprob_BN: jax.Array | None = None
 
+  @classmethod
+  def zeros(cls, rows: int, vocab: int, which: Draw) -> "Drawn":
+    """Arrays as `draw` returns them."""
+    ids, wide = jnp.zeros(rows, jnp.int32), (rows, min(MOST_LIKELIEST, vocab))
+    if not which.likeliest:
+      return cls(ids)
+    return cls(ids, jnp.zeros(rows), jnp.zeros(wide, jnp.int32), jnp.zeros(wide))
+
 
 def draw(
   logits_BV: jax.Array,

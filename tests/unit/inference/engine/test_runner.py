@@ -106,6 +106,28 @@ def test_packing_needs_no_second_copy_of_the_model(mesh, monkeypatch):
   assert max(seen) < 0.25 * sum(weight.nbytes for weight in weights)
 
 
+@pytest.mark.parametrize("logprobs", [0, 2])
+def test_a_step_of_the_same_rows_writes_to_the_same_addresses(mesh, logprobs):
+  """Or a graph of its kernels would be updated at each step."""
+  engine = engine_of(canonical.config("dense", LOUD))
+  runner, seen = engine._runner, []
+  decode_program = runner._decode_program
+
+  def decode(*args, which):
+    places = lambda args: [x.unsafe_buffer_pointer() for x in jax.tree.leaves(args[:4])]
+    taken = places(args)
+    result = decode_program(*args, which=which)
+    seen.append((args[2].shape, taken, places((args[0], *result))))
+    return result
+
+  runner._decode_program = decode
+  sampling = Sampling(max_tokens=13, temperature=0.0, ignore_end=True, logprobs=logprobs)
+  answers(engine, [Request(ids_of(PROMPTS[4]), sampling)])  # with a new page, which the host sends
+  (_, _, first), *others = seen
+  assert len(others) == 11 and len({shape for shape, *_ in seen}) == 1
+  assert all(taken == given == first for _, taken, given in others)
+
+
 def test_a_layer_that_tokens_skip_has_fewer_pages(mesh, caplog):
   cfg = canonical.config("depths", LOUD)
   with caplog.at_level("INFO"):
