@@ -72,7 +72,7 @@ class ByteTokenizer(OfDocuments):
 
   def decode(self, ids: Iterable[int]) -> str:
     """Return the text of `ids`, without special tokens."""
-    return bytes(i for i in known_ids(ids, self) if i < 256).decode(errors="replace")
+    return bytes([i for i in known_ids(ids, self) if i < 256]).decode(errors="replace")
 
 
 def _parts_of_bytes(document: Sequence[str | int]) -> Parts:

@@ -21,6 +21,9 @@ import numpy as np
 from ats_jax.inference.engine.pages import Pages, chained
 from ats_jax.inference.engine.request import Finished, Request
 
+# Pages that a row gets at once where there are enough: the device waits whenever it is sent some.
+AHEAD = 8
+
 
 class Chunk(NamedTuple):
   """Known tokens for a row to read.
@@ -222,6 +225,7 @@ class Scheduler:
     self._shape, self._sharing, self._draft = runner, share, draft
     self._jobs: dict[int, _Job] = {}  # in order of arrival
     self._step = 0  # number of the last planned one
+    self._short = False  # pages did not suffice for the oldest that waited
     self.abandon()
 
   @property
@@ -289,6 +293,8 @@ class Scheduler:
     for job in self._running:
       self._register(job)
       self._forget(job)
+    if self._short:
+      self._take_back(self._running)
     going, starved = list[_Job](), False
     for job in list(self._running):
       if not job.decodes:  # perhaps as it has just lost its row
@@ -337,9 +343,8 @@ class Scheduler:
       yield Drawn(job.id, row, place, None if reason is Finished.END else token, reason)
       if reason:
         return
-    if unused := job.pages[job.planned // self._shape.page_size + 1 :]:  # of wrong guesses
-      self._pages.release(unused)
-      job.pages = job.pages[: -len(unused)]
+    if self._draft:
+      self._take_back([job])  # what wrong guesses had
 
   def _row(self, job: _Job, guess: Sequence[int]) -> Row:
     """What a row does next. A guess gets pages that are left over, but none of another row."""
@@ -375,6 +380,7 @@ class Scheduler:
     for job in self._running:
       if job.planned < job.known and fits(job.known - job.planned):
         read(job)
+    self._short = False
     while admit and budget and self._waiting and self._rows and self._admit(self._waiting[0], fits):
       read(self._running[-1])
     return chunks
@@ -408,6 +414,7 @@ class Scheduler:
     missing = -(-len(job.ids) // size) - len(shared)
     # A page for each row that runs, or soon one would have to give all of its own back.
     enough = missing + len(self._running) <= self._pages.available
+    self._short = not enough
     if not enough or not fits(len(job.ids) - len(shared) * size):
       self._pages.release(shared)
       return False
@@ -419,7 +426,9 @@ class Scheduler:
     return True
 
   def _grow(self, job: _Job) -> bool:
-    """Give a row one more page, from the newest row if need be; whether there was one."""
+    """Give a row more pages, one from the newest row if need be; whether there was one."""
+    if not self._pages.available:
+      self._take_back(self._running)
     while not self._pages.available:
       if self._limbo:  # they come when a step in flight has been read
         return False
@@ -428,8 +437,21 @@ class Scheduler:
       self._waiting.appendleft(newest)
       if newest is job:
         return False
-    job.pages += self._pages.take(1)
+    length = len(job.request.prompt) + job.request.sampling.max_tokens
+    wanted = -(-length // self._shape.page_size) - len(job.pages)
+    left = self._pages.available // (2 * len(self._running))
+    # Guesses are sent with all pages at each step, and behind a window there are to be few.
+    one = self._draft or self._shape.window or self._short
+    job.pages += self._pages.take(1 if one else max(1, min(AHEAD, wanted, left)))
     return True
+
+  def _take_back(self, jobs: Sequence[_Job]) -> None:
+    """Take pages from rows that neither what they have planned or known nor a next token uses."""
+    for job in jobs:
+      last = max(job.planned, job.known - 1)
+      if unused := job.pages[last // self._shape.page_size + 1 :]:
+        job.pages = job.pages[: -len(unused)]
+        self._let_go(job, unused)
 
   def _stop(self, job: _Job) -> None:
     """Take row and pages from a request that runs."""
