@@ -21,6 +21,8 @@ class StopText:
 
   def push(self, piece: str) -> str:
     """What may be shown now that `piece` has come."""
+    if not self._stops:
+      return piece
     held = self._held + piece
     matches = [(held.index(s) + len(s), held.index(s)) for s in self._stops if s in held]
     if matches:

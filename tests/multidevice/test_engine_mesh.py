@@ -97,13 +97,13 @@ def test_devices_share_weights_and_pages_and_send_activations_alone():
     found = jax.tree.leaves((runner._weights, runner._state.layers))
     of_one = sum(array.addressable_shards[0].data.nbytes for array in found)
     sizes[len(found[0].sharding.device_set)] = of_one
-    of_rows, settings, (_, drawn) = runner._next[0], runner._settings, runner._drawn
+    last = runner._last
     with for_serving():
       lowered = runner._decode_program.lower(
-        runner._weights, runner._state, of_rows, drawn, settings[1], runner._allowed_V,
-        which=settings[2],
+        runner._weights, runner._state, last.of_rows, last.drawn, last.settings, runner._allowed_V,
+        which=last.which,
       )  # fmt: skip
-    rows.append(len(of_rows))
+    rows.append(len(last.of_rows))
     programs.append(lowered.compile().as_text())
 
   for mesh in ({}, FOUR):

@@ -1,4 +1,6 @@
-"""Requests in, pieces of text out: the loop over a device, which is kept one step ahead.
+"""Requests in, pieces of text out: the loop over a device, which is kept two steps ahead.
+
+One would do if what a step has drawn were known at its end: it takes the host a while to see it.
 
 With a draft it is not (`schedule` says why). A search on the device in the ids of its rows would
 keep it ahead, but then no draft that needs the host, or another model, could take its place, and
@@ -15,6 +17,8 @@ from ats_jax.data.tokens.tokenizer import StreamDecoder, Tokenizer
 from ats_jax.inference.engine.request import Finished, Request
 from ats_jax.inference.engine.schedule import Draft, Drawn, Runner, Scheduler, Tokens
 from ats_jax.inference.text import StopText
+
+AHEAD = 2  # steps that are started before one is read
 
 
 class Likeliest(NamedTuple):
@@ -92,7 +96,7 @@ class Engine:
       draft: guesses how texts go on. Right guesses save steps, and draws are as without: with the
         same seed the same tokens, but for rounding. Not for models whose layers skip tokens.
     """
-    self._runner, self._tokenizer, self._ahead = runner, tokenizer, draft is None
+    self._runner, self._tokenizer, self._ahead = runner, tokenizer, 0 if draft else AHEAD
     self._scheduler = Scheduler(runner, share=share, draft=draft)
     self._texts: dict[int, _Text] = {}
     self._handles: collections.deque[Any] = collections.deque()  # of steps in flight
@@ -149,13 +153,13 @@ class Engine:
 
   def _advance(self) -> None:
     """Wait for a step and start another, as early as what it depends on is known."""
-    in_flight = bool(self._handles)
+    in_flight = len(self._handles)
     if in_flight and not self._ahead:
       self._read()
     started = self._start()
     assert in_flight or started or self._unsaid, "requests wait for nothing"
-    if self._ahead and in_flight:  # else let the device have the next step at once
-      self._read()
+    if self._ahead and in_flight and (in_flight == self._ahead or not started):
+      self._read()  # else let the device have the next step at once
     while self._unsaid:  # only now, as the device computes meanwhile
       self._say(*self._unsaid.popleft())
 

@@ -50,6 +50,34 @@ class _Part(NamedTuple):
   drawn: Drawn
 
 
+class _Decoded(NamedTuple):
+  """The last call of `decode`.
+
+  Attributes:
+    rows: which it had.
+    of_rows: what the next call takes if it goes on with them.
+    settings: likewise.
+    which: likewise.
+    drawn: what it drew.
+  """
+
+  rows: tuple[Row, ...]
+  of_rows: jax.Array
+  settings: Settings
+  which: Draw
+  drawn: Drawn
+
+  def goes_on(self, rows: Sequence[Row]) -> bool:
+    """Whether rows are the same, each behind the token that it fed."""
+    return len(rows) == len(self.rows) and all(
+      new.position == old.position + 1
+      and new.row == old.row
+      and new.request is old.request
+      and (new.pages is old.pages or new.pages == old.pages)
+      for old, new in zip(self.rows, rows, strict=True)
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class Size:
   """How much the engine holds.
@@ -160,9 +188,7 @@ class ModelRunner:
     allowed[list(tokenizer.end_ids)] = True
     self._allowed_V = jnp.asarray(allowed)
     self._settings: tuple[Any, Settings, Draw] | None = None
-    # Of the last call of `decode`: what the next one takes, on host and device, and what it drew.
-    self._next: tuple[np.ndarray, jax.Array] | None = None
-    self._drawn: tuple[Draw, Drawn] | None = None
+    self._last: _Decoded | None = None
     # As a plain list: a module is taken apart in Python at each call, which takes milliseconds.
     leaves, structure = jax.tree.flatten(model)
     self._weights, stacked = _stacked(leaves)
@@ -283,15 +309,12 @@ class ModelRunner:
 
   def _decode(self, rows: Sequence[Row]) -> Drawn:
     """Draw another token of each of some rows."""
-    of_rows, settings, which = self._of_rows(rows, wide=self._reads != "xla")
+    of_rows, settings, which = self._on_device(rows)
     before = self._before(len(of_rows), which)
-    self._state, array, drawn = self._decode_program(
-      self._weights, self._state, self._on_device(of_rows), before, settings, self._allowed_V,
-      which=which,
-    )  # fmt: skip
-    following = of_rows.copy()  # the device may read the other one in place
-    following[: len(rows), 1] += 1
-    self._next, self._drawn = (following, array), (which, drawn)
+    self._state, of_rows, drawn = self._decode_program(
+      self._weights, self._state, of_rows, before, settings, self._allowed_V, which=which
+    )
+    self._last = _Decoded(tuple(rows), of_rows, settings, which, drawn)
     return self._copy(drawn)  # for the host, which reads it while the next call draws
 
   def _verify(self, rows: Sequence[Row]) -> Drawn:
@@ -319,23 +342,27 @@ class ModelRunner:
     requests = [row.request for row in rows]
     return of_rows, *self._of([*requests, *requests[:1] * spare])
 
-  def _on_device(self, of_rows: np.ndarray) -> jax.Array:
-    """The argument of `decode`, where its last one was.
+  def _on_device(self, rows: Sequence[Row]) -> tuple[jax.Array, Settings, Draw]:
+    """What `decode` takes of rows, where its last call had it.
 
-    Most steps go on with the same rows and pages. Then it is what the last call returned, and
-    nothing is sent.
+    Most steps go on with the same rows and pages. Then nothing is sent.
     """
-    if self._next is None or self._next[1].is_deleted() or self._next[0].shape != of_rows.shape:
-      return jnp.asarray(of_rows)
-    expected, array = self._next
-    return array if np.array_equal(expected, of_rows) else self._put(array, of_rows)
+    last = self._last
+    if last is None or last.of_rows.is_deleted():  # a Ctrl-C came between a program and its result
+      of_rows, settings, which = self._of_rows(rows, wide=self._reads != "xla")
+      return jnp.asarray(of_rows), settings, which
+    if last.goes_on(rows):
+      return last.of_rows, last.settings, last.which
+    of_rows, settings, which = self._of_rows(rows, wide=self._reads != "xla")
+    same = of_rows.shape == last.of_rows.shape
+    return self._put(last.of_rows, of_rows) if same else jnp.asarray(of_rows), settings, which
 
   def _before(self, rows: int, which: Draw) -> Drawn:
     """What `decode` may write its draws to."""
-    if self._drawn is not None:
-      of_last, drawn = self._drawn
-      if of_last == which and len(drawn.id_B) == rows and not drawn.id_B.is_deleted():
-        return drawn
+    if (last := self._last) is not None:
+      fits = last.which == which and len(last.drawn.id_B) == rows
+      if fits and not last.drawn.id_B.is_deleted():
+        return last.drawn
     return Drawn.zeros(rows, self._vocab, which)
 
   def _table(self, of_rows: Sequence[tuple[int, ...]], most: int, *, wide: bool) -> np.ndarray:

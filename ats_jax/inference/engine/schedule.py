@@ -4,10 +4,10 @@ Requests are served in the order in which they came. Those that run are always t
 oldest keeps its pages until it ends: when pages run out, the newest gives its own back, and what it
 has written is computed again when there is room. That every request ends follows.
 
-The host plans a step before it knows what the step before has drawn. A text that turns out to have
-ended there has one more token in the planned step, which is dropped. With a draft that step is read
-first: what follows can only be guessed from all tokens so far, and a guess decides which positions
-come next.
+The host plans steps before it knows what those before have drawn. A text that turns out to have
+ended there has one more token in each step planned since, which is dropped. With a draft a step is
+read before the next is planned: what follows can only be guessed from all tokens so far, and a
+guess decides which positions come next.
 """
 
 import collections
@@ -349,6 +349,8 @@ class Scheduler:
   def _row(self, job: _Job, guess: Sequence[int]) -> Row:
     """What a row does next. A guess gets pages that are left over, but none of another row."""
     assert job.row is not None
+    if not guess:
+      return Row(job.row, job.planned, job.pages, job.request)
     size = self._shape.page_size
     wanted = job.planned + 1 + min(len(guess), job.request.sampling.max_tokens - job.num_drawn - 1)
     while len(job.pages) * size < wanted and self._pages.available > len(self._running):

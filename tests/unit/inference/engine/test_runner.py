@@ -161,7 +161,8 @@ def test_where_all_layers_have_a_window_a_long_text_keeps_few_pages(mesh):
     found.append(answers(engine, requests))
     most.append(max(used))
   assert found[0] == found[1]
-  assert most == [10 + 16, 2 * 4]  # 12 tokens are in at most four pages of four
+  # 12 tokens are in at most four pages of four, and a step in flight may read one before them.
+  assert most == [10 + 16, 2 * 4 + 1]
   assert engine_of(canonical.config("window", LOUD))._runner.window == 0  # one layer sees all
   assert engine_of(canonical.config("dense", LOUD))._runner.window == 0
 
