@@ -4,7 +4,7 @@ import numpy as np
 from fake_device import FakeDevice
 
 from ats_jax.inference.engine.request import Finished, Request, Sampling
-from ats_jax.inference.engine.schedule import Scheduler, Tokens
+from ats_jax.inference.engine.schedule import AHEAD, Scheduler, Tokens
 
 LETTER, END = 7, 9
 
@@ -94,6 +94,20 @@ def test_the_newest_gives_up_its_pages_and_comes_back_first_with_what_it_has():
   (back, *_) = step.chunks
   assert back.request.prompt == [11] * 4 and back.first
   assert back.shared + back.ids == (*[11] * 4, *[LETTER] * (len(back.shared + back.ids) - 4))
+
+
+def test_a_row_gets_several_pages_and_gives_back_what_it_has_not_reached():
+  made = scheduler([4], num_pages=40, max_rows=2, max_pages_per_row=40, chunk=160, max_tokens=60)
+  made.plan()
+  tables = {len(row.pages) for _ in range(20) for row in made.plan().decode}
+  assert tables == {1 + AHEAD}  # of which the tokens fill six
+  for _ in range(21):
+    made.complete(drawn())
+  submit(made, 1, 32 * 4)
+  assert not made.plan().chunks  # 31 pages are left, and one of them is to grow by
+  made.complete(drawn())
+  (chunk,), (row,) = made.plan()
+  assert (len(chunk.pages), row.position, len(row.pages)) == (32, 25, 7)
 
 
 def test_pages_that_no_token_sees_any_more_are_given_back_and_known_while_nobody_takes_them():
