@@ -18,6 +18,7 @@ def call(
   launch: Launch,
   inputs: Mapping[str, jax.Array],
   outputs: Mapping[str, jax.ShapeDtypeStruct],
+  in_place: Mapping[str, str] = {},
 ) -> tuple[jax.Array, ...]:
   """Run a kernel on arrays of one device.
 
@@ -25,6 +26,7 @@ def call(
     launch: which kernel, and how.
     inputs: its first arguments by name, in order.
     outputs: the arguments behind them, which it writes.
+    in_place: output -> the input that it is, but for what the kernel writes.
 
   Returns:
     The outputs.
@@ -41,6 +43,9 @@ def call(
     [*outputs.values(), *unread],
     custom_call_api_version=1,
     legacy_backend_config=backend_config(launch, made, len(inputs)),
+    input_output_aliases={
+      list(inputs).index(of): list(outputs).index(name) for name, of in in_place.items()
+    },
   )
   return tuple(run(*inputs.values())[: len(outputs)])
 

@@ -20,14 +20,24 @@ def widened(tile, dtype: tl.constexpr, e4m3: tl.constexpr):
 
 
 @triton.jit
+def capped(s, soft_cap: tl.constexpr):
+  """Scores within a soft cap (0 = none), for `exp2`."""
+  if soft_cap > 0:
+    s = soft_cap * (2 * tl.sigmoid(2 * s / soft_cap) - 1)
+  return s * LOG2_E
+
+
+@triton.jit
 def paged_attention(
-  q,
+  new,
   pages,
   scales,
   table,
   lengths,
+  into,
   parts,
   lse,
+  written,
   heads: tl.constexpr,
   kv_heads: tl.constexpr,
   width: tl.constexpr,
@@ -43,15 +53,20 @@ def paged_attention(
 ):
   """A program attends with the queries of one key head to one of `splits` parts of a row's keys.
 
-  q [rows, heads, width], pages [pages, page, kv_heads, keys and values of width], their scales
-  [pages, page, kv_heads, 2] or None, table [rows, row_pages], lengths [rows] with the token itself;
-  parts [rows, kv_heads, splits, group, width] and lse [rows, kv_heads, splits, group] in float32,
-  with a group of heads / kv_heads. A part without a key is 0, and has an lse of -inf. With `e4m3`
-  pages in int8 are the bits of that format.
+  new [rows, heads and twice kv_heads, width], queries, keys and values of the token, pages [pages,
+  page, kv_heads, keys and values of width], table [rows, row_pages], lengths [rows] with the token
+  itself, into [rows], its slot among those of all pages, -1 = none; parts [rows, kv_heads, splits,
+  group, width] and lse [rows, kv_heads, splits, group] in float32, with a group of heads /
+  kv_heads; written, the pages, into which the token is put. A part without a key is 0, and has an
+  lse of -inf.
+
+  With scales [pages, page, kv_heads, 2] the pages have the token already: new has queries only,
+  into and written are None. With `e4m3` pages in int8 are the bits of that format.
   """
   row, head = tl.program_id(0) // kv_heads, tl.program_id(0) % kv_heads
   group: tl.constexpr = heads // kv_heads
   bias: tl.constexpr = E4M3_BIAS if e4m3 else 1.0
+  row_heads: tl.constexpr = heads + 2 * kv_heads if scales is None else heads
   length = tl.load(lengths + row)
   first = 0
   if window > 0:
@@ -60,11 +75,25 @@ def paged_attention(
   begin = first // page * page + tl.program_id(1) * each
   end = tl.minimum(begin + each, length)
   queries, columns = tl.arange(0, block_m), tl.arange(0, width)
-  at = (row * heads + head * group + queries)[:, None] * width + columns[None, :]
-  q_tile = tl.load(q + at, mask=queries[:, None] < group, other=0.0)
+  at = (row * row_heads + head * group + queries)[:, None] * width + columns[None, :]
+  q_tile = tl.load(new + at, mask=queries[:, None] < group, other=0.0)
   y = tl.zeros([block_m, width], tl.float32)
   top = tl.full([block_m], float("-inf"), tl.float32)
   total = tl.zeros([block_m], tl.float32)
+  if scales is None:
+    of_token = new + (row * row_heads + heads + head) * width + columns
+    key, value = tl.load(of_token), tl.load(of_token + kv_heads * width)
+    is_last = (begin < length) & (end == length)  # the token is of this part
+    slot = tl.load(into + row).to(tl.int64)
+    if is_last & (slot >= 0):
+      put = written + (slot * kv_heads + head) * 2 * width + columns
+      tl.store(put, key)
+      tl.store(put + width, value)
+    score = tl.sum(q_tile.to(tl.float32) * key.to(tl.float32)[None, :], 1) * scale
+    top = tl.where(is_last, capped(score, soft_cap), top)
+    total = tl.where(is_last, 1.0, total)
+    y = tl.where(is_last, value.to(tl.float32)[None, :], y)
+    end = tl.minimum(end, length - 1)
   for start in tl.range(begin, end, block_n):
     page_id = tl.load(table + row * row_pages + start // page).to(tl.int64)
     tokens = start + tl.arange(0, block_n)
@@ -78,9 +107,7 @@ def paged_attention(
     if scales is not None:
       of_slots = scales + (slots * kv_heads + head) * 2
       s *= tl.load(of_slots, mask=seen, other=0.0).to(tl.float32)[None, :] * bias
-    if soft_cap > 0:
-      s = soft_cap * (2 * tl.sigmoid(2 * s / soft_cap) - 1)
-    s = tl.where(seen[None, :], s * LOG2_E, float("-inf"))
+    s = tl.where(seen[None, :], capped(s, soft_cap), float("-inf"))
     higher = tl.maximum(top, tl.max(s, 1))
     finite = tl.where(higher == float("-inf"), 0.0, higher)
     p = tl.exp2(s - finite[:, None])
@@ -96,8 +123,8 @@ def paged_attention(
   log_sum = tl.where(some, (top + tl.log2(tl.where(some, total, 1.0))) / LOG2_E, float("-inf"))
   part = (row * kv_heads + head) * splits + tl.program_id(1)
   is_query = queries < group
-  into = (part * group + queries)[:, None] * width + columns[None, :]
-  tl.store(parts + into, y, mask=is_query[:, None])
+  of_part = (part * group + queries)[:, None] * width + columns[None, :]
+  tl.store(parts + of_part, y, mask=is_query[:, None])
   tl.store(lse + part * group + queries, log_sum, mask=is_query)
 
 

@@ -181,7 +181,7 @@ def paged_attention(
     row_pages: pages of a row at most.
     window: as in `ops.attention.causal.attention`, as the soft cap.
     soft_cap: of scores, or None.
-    scaled: the pages have scales.
+    scaled: the pages have scales, and the token already.
     e4m3: they are the bits of that format, in int8.
   """
   (rows, heads, width), (_, page, kv_heads, _) = q_shape, pages_shape
@@ -199,8 +199,7 @@ def paged_attention(
     "e4m3": e4m3,
     "block_m": max(16, 1 << (heads // kv_heads - 1).bit_length()),
   }
-  if not scaled:
-    constants["scales"] = None
+  constants |= {"into": None, "written": None} if scaled else {"scales": None}
   tiles = [tile for tile in PAGED if page % tile.blocks["block_n"] == 0]
   return Launch(
     "decode", "paged_attention", constants, tiles, lambda blocks: (rows * kv_heads, splits)

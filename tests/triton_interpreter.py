@@ -25,13 +25,13 @@ def interpreter() -> Iterator[Callable[..., Callable]]:
       pool.submit(os.getpid).result()
 
     def with_blocks(**blocks):
-      def call(launch, inputs, outputs):
+      def call(launch, inputs, outputs, in_place=None):
         def run(*arrays):
           named = {name: np.asarray(a) for name, a in zip(inputs, arrays, strict=True)}
           shapes = {name: (s.shape, np.dtype(s.dtype).name) for name, s in outputs.items()}
           own = {name: blocks[name] for name in launch.tiles[0].blocks}
           of = launch.module, launch.kernel, launch.grid(blocks), {**launch.constants, **own}
-          return pool.submit(_run, *of, named, shapes).result()
+          return pool.submit(_run, *of, named, shapes, in_place or {}).result()
 
         return jax.pure_callback(run, tuple(outputs.values()), *inputs.values())
 
@@ -41,7 +41,13 @@ def interpreter() -> Iterator[Callable[..., Callable]]:
 
 
 def _run(
-  module: str, name: str, grid: tuple, constants: dict, inputs: dict, outputs: dict
+  module: str,
+  name: str,
+  grid: tuple,
+  constants: dict,
+  inputs: dict,
+  outputs: dict,
+  in_place: dict,
 ) -> tuple[Any, ...]:
   torch = importlib.import_module("torch")
   kernel = getattr(importlib.import_module(f"kernels_triton.{module}"), name)
@@ -52,5 +58,6 @@ def _run(
   )
   arrays = {name: tensor(a) for name, a in inputs.items()}
   made = {n: torch.empty(shape, dtype=getattr(torch, d)) for n, (shape, d) in outputs.items()}
+  made |= {name: arrays[of] for name, of in in_place.items()}
   kernel[grid](**arrays, **made, **constants)
   return tuple(a.numpy() for a in made.values())

@@ -74,30 +74,32 @@ class Pages:
     """As of `Attended`."""
     view, of_pages = self.view, _OF_HEADS[: len(self.arrays)]
     options = {"window": window, "soft_cap": soft_cap}
-    pages = island(
-      lambda k, v, table, index, *pages: write(pages, (k, v), table, index),
-      in_axes=(KV_AXES, KV_AXES, TOKEN_AXES, TOKEN_AXES, *of_pages),
-      out_axes=of_pages,
-    )(k_BTKH, v_BTKH, view.table_BW, index_BT, *self.arrays)
+    new = (q_BTNH, k_BTKH, v_BTKH)
     if view.whole:
+      pages = island(
+        lambda k, v, table, index, *pages: write(pages, (k, v), table, index),
+        in_axes=(KV_AXES, KV_AXES, TOKEN_AXES, TOKEN_AXES, *of_pages),
+        out_axes=of_pages,
+      )(k_BTKH, v_BTKH, view.table_BW, index_BT, *self.arrays)
       if len(pages) > 1:  # or a text would read on differently behind pages that it shares
         rounded = lambda x: widened(*narrowed(x, pages[0].dtype), x.dtype)
-        k_BTKH, v_BTKH = rounded(k_BTKH), rounded(v_BTKH)
+        new = (q_BTNH, rounded(k_BTKH), rounded(v_BTKH))
       known_BT = ((index_BT >= 0) & (index_BT < self.slots)).astype(jnp.int32)
       y_BTNH = attention(
-        q_BTNH, k_BTKH, v_BTKH, segment_ids_BT=known_BT, max_segments=2, kernels=view.kernels,
-        sinks_N=sinks_N, **options,
+        *new, segment_ids_BT=known_BT, max_segments=2, kernels=view.kernels, sinks_N=sinks_N,
+        **options,
       )  # fmt: skip
     else:
-      number = len(pages)
-      local = lambda q, table, index, *rest: paged_attention(
-        q, rest[:number], table, index, sinks_N=next(iter(rest[number:]), None),
+      number = len(self.arrays)
+      local = lambda q, k, v, table, index, *rest: paged_attention(
+        q, k, v, rest[:number], table, index, sinks_N=next(iter(rest[number:]), None),
         kernels=view.kernels, **options,
       )  # fmt: skip
       sinks = () if sinks_N is None else (sinks_N,)
-      axes = (Q_AXES, TOKEN_AXES, TOKEN_AXES, *of_pages, *(("heads",) for _ in sinks))
-      attend = island(local, in_axes=axes, out_axes=Q_AXES)
-      y_BTNH = attend(q_BTNH, view.table_BW, index_BT, *pages, *sinks)
+      of_new = (Q_AXES, KV_AXES, KV_AXES, TOKEN_AXES, TOKEN_AXES)
+      axes = (*of_new, *of_pages, *(("heads",) for _ in sinks))
+      attend = island(local, in_axes=axes, out_axes=(Q_AXES, of_pages))
+      y_BTNH, pages = attend(*new, view.table_BW, index_BT, *self.arrays, *sinks)
     return y_BTNH, dataclasses.replace(self, arrays=pages)
 
 

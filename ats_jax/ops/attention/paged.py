@@ -57,16 +57,22 @@ def write(
     table_BW: int32 pages of each row, in order.
     index_BT: int32 slot of each token in its row; one behind the table is not written.
   """
-  count, size = pages[0].shape[:2]
-  table_BW = jnp.pad(table_BW, ((0, 0), (0, 1)), constant_values=count)
-  place_BT = jnp.minimum(index_BT // size, table_BW.shape[1] - 1)
-  page_BT = jnp.take_along_axis(table_BW, place_BT, axis=1)
+  size = pages[0].shape[1]
   of_parts = [(part.astype(pages[0].dtype),) for part in parts]
   if len(pages) > 1:
     of_parts = [narrowed(part, pages[0].dtype) for part in parts]
   new = [jnp.concatenate(of, axis=-1) for of in zip(*of_parts, strict=True)]
+  page_BT = page_of(pages, table_BW, index_BT)
   put = lambda into, x: into.at[page_BT, index_BT % size].set(x, mode="drop")
   return tuple(put(into, x) for into, x in zip(pages, new, strict=True))
+
+
+def page_of(pages: Sequence[jax.Array], table_BW: jax.Array, index_BT: jax.Array) -> jax.Array:
+  """The page [rows, tokens] of slots of rows, as of `write`; the number of pages = none."""
+  count, size = pages[0].shape[:2]
+  table_BW = jnp.pad(table_BW, ((0, 0), (0, 1)), constant_values=count)
+  place_BT = jnp.minimum(index_BT // size, table_BW.shape[1] - 1)
+  return jnp.take_along_axis(table_BW, place_BT, axis=1)
 
 
 def read(
@@ -91,6 +97,8 @@ def read(
 
 def paged_attention(
   q_BTNH: jax.Array,
+  k_BTKH: jax.Array,
+  v_BTKH: jax.Array,
   pages: Sequence[jax.Array],
   table_BW: jax.Array,
   index_BT: jax.Array,
@@ -99,29 +107,44 @@ def paged_attention(
   soft_cap: float | None = None,
   sinks_N: jax.Array | None = None,
   kernels: Kernels = XLA,
-) -> jax.Array:
-  """Causal attention to slots of pages, scaled by head_dim^-1/2; softmax in float32.
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+  """Put new tokens into pages, and attend causally to the slots of their rows.
+
+  Scores are scaled by head_dim^-1/2; softmax in float32.
 
   Args:
     q_BTNH: queries of the new tokens.
-    pages: [G, P, K, X] keys, and behind those of each head its values, those of the new tokens
-      among them; in 8 bits also the scales of both, [G, P, K, 2].
+    k_BTKH: their keys.
+    v_BTKH: their values.
+    pages: [G, P, K, X] keys, and behind those of each head its values; in 8 bits also the scales of
+      both, [G, P, K, 2].
     table_BW: int32 pages of each row, in order.
-    index_BT: int32 slot of each query in its row; it sees the slots up to its own.
+    index_BT: int32 slot of each token in its row, as of `write`; it sees the slots up to its own.
     window: as in `causal.attention`, as the soft cap and sinks.
     soft_cap: of scores.
     sinks_N: logits of a place that every token sees.
     kernels: the chosen implementations.
+
+  Returns:
+    The output like the queries, and the pages with the tokens in them.
   """
   kernel = registry.kernel("paged_attention", slot_of(pages[0].dtype), kernels)
+  options, lengths_B = {"window": window, "soft_cap": soft_cap}, index_BT[:, 0] + 1
   if kernel is None or q_BTNH.shape[1] > 1 or sinks_N is not None:
+    pages = write(pages, (k_BTKH, v_BTKH), table_BW, index_BT)
     k_BSKH, v_BSKH = read(pages, table_BW, [q_BTNH.shape[-1]] * 2, q_BTNH.dtype)
-    return attend_to_slots(q_BTNH, k_BSKH, v_BSKH, index_BT, window, soft_cap, sinks_N)
-  values, *scales = pages
-  y_BNH = kernel(
-    q_BTNH[:, 0], values, *scales, table_BW, index_BT[:, 0] + 1, window=window, soft_cap=soft_cap
-  )
-  return y_BNH[:, None]
+    y_BTNH = attend_to_slots(q_BTNH, k_BSKH, v_BSKH, index_BT, window, soft_cap, sinks_N)
+    return y_BTNH, pages
+  if len(pages) > 1:  # rounded to 8 bits by XLA
+    pages = write(pages, (k_BTKH, v_BTKH), table_BW, index_BT)
+    y_BNH = kernel(q_BTNH[:, 0], *pages, table_BW, lengths_B, **options)
+    return y_BNH[:, None], pages
+  count, size = pages[0].shape[:2]
+  page_B = page_of(pages, table_BW, index_BT)[:, 0]
+  slot_B = jnp.where(page_B < count, page_B * size + index_BT[:, 0] % size, -1)
+  new = (q_BTNH[:, 0], k_BTKH[:, 0], v_BTKH[:, 0])
+  y_BNH, *pages = kernel(*new, *pages, table_BW, lengths_B, slot_B, **options)
+  return y_BNH[:, None], tuple(pages)
 
 
 def slot_of(dtype: jnp.dtype) -> str:

@@ -89,12 +89,13 @@ def test_swiglu_in_bfloat16_is_rounded_once():
   np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=1.01 * BF16, atol=1e-30)
 
 
-def test_rms_norm():
+@pytest.mark.parametrize("rows", [(2, 3), (1, 1), ()], ids=str)
+def test_rms_norm(rows):
   eps = 0.5
   define = lambda x, s: x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * s
-  args = [draw(0, 2, 3, 5), draw(1, 5)]
+  args = [draw(0, *rows, 5), draw(1, 5)]
   op = lambda x, s: rms_norm(x, s, eps=eps)
-  check_gradients(op, define, args, draw(2, 2, 3, 5), wrt=(0, 1))
+  check_gradients(op, define, args, draw(2, *rows, 5), wrt=(0, 1))
 
 
 def test_gradient_of_a_norm_scale_is_summed_in_float32():
