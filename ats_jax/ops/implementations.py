@@ -30,6 +30,11 @@ from kernels_triton import decode_slots
 from kernels_triton import slots as triton_slots
 
 
+# Documents that are shorter if a row is full of them cost cuDNN's attention more than Triton's, if
+# there is but one (docs/lab/records/attention_packed.csv).
+TOKENS_OF_DOCUMENT = 128
+
+
 @dataclasses.dataclass(frozen=True)
 class Kernel:
   """A hand-written (or library) implementation of one or more slots of an op.
@@ -41,7 +46,7 @@ class Kernel:
     why: the measurement behind that, or behind its not being a default. Logged.
     obstacle: `(cfg, device)` -> why it cannot run, "" if it can.
     tiles: keyword of the function -> the values that `bench tune` tries, the default first.
-    reserve: why it is no default for a config after all, "" if it is.
+    reserve: `(cfg, device)` -> why it is no default for a config after all, "" if it is.
     is_xla: made of XLA's own operations, so no fast implementation to `ops.strict`.
     platform: for which it is; XLA's run on others too.
   """
@@ -52,7 +57,7 @@ class Kernel:
   why: str
   obstacle: Callable[[Config, Device], str]
   tiles: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
-  reserve: Callable[[Config], str] = lambda cfg: ""
+  reserve: Callable[[Config, Device], str] = lambda cfg, device: ""
   is_xla: bool = False
   platform: str = "gpu"
 
@@ -94,7 +99,7 @@ def cuda_kernel(
   *,
   default: bool = False,
   tiles: Mapping[str, tuple[int, ...]] | None = None,
-  reserve: Callable[[Config], str] = lambda cfg: "",
+  reserve: Callable[[Config, Device], str] = lambda cfg, device: "",
   **where: Callable,
 ) -> Kernel:
   """One of `kernels_cuda`; slot=function, run by default in all slots or in none."""
@@ -102,13 +107,25 @@ def cuda_kernel(
   return Kernel("cuda", where, slots, why, obstacle, tiles or {}, reserve)
 
 
-def cross_entropy_reserve(cfg: Config) -> str:
+def cudnn_reserve(cfg: Config, device: Device) -> str:
+  """Why cuDNN's attention is no default for a config, "" if it is.
+
+  It takes time for each document that a row may hold, as Triton's does not.
+  """
+  documents, seq_len = cfg.data.max_segments, cfg.data.seq_len
+  if seq_len > TOKENS_OF_DOCUMENT * documents or requirements.triton_attention(cfg, device):
+    return ""
+  return f"data.max_segments={documents} are many documents for rows of data.seq_len={seq_len}"
+
+
+def cross_entropy_reserve(cfg: Config, device: Device) -> str:
   """Why the loss's kernel is no default for a config, "" if it is.
 
   Where another op of this run has a default of the CUDA library, that is built anyway. For this
   slot alone, the first start would have to wait for the build. A sharded vocabulary always runs
   XLA.
   """
+  del device
   others = (op for name, op in OPS.items() if name != "linear_cross_entropy" and op.is_used(cfg))
   is_built = any(kernel.name == "cuda" and kernel.default for op in others for kernel in op.kernels)
   if not is_built and "cuda" not in cfg.ops.kernels.values():
@@ -126,6 +143,7 @@ OPS: dict[str, Op] = {
       default=("forward",),
       why="flash attention, the fastest measured on Hopper",
       obstacle=requirements.cudnn_attention,
+      reserve=cudnn_reserve,
     ),
     Kernel(
       "triton",
@@ -140,7 +158,7 @@ OPS: dict[str, Op] = {
       default=("forward",),
       why="flash attention for TPUs, of JAX; compiled for v5e and v6e, and not run",
       obstacle=requirements.splash_attention,
-      reserve=chunked.reserve,
+      reserve=lambda cfg, device: chunked.reserve(cfg),
       platform="tpu",
     ),
     Kernel(
@@ -149,7 +167,7 @@ OPS: dict[str, Op] = {
       default=("forward",),
       why="XLA's, without scores of seq x seq",
       obstacle=lambda cfg, device: "",
-      reserve=chunked.reserve,
+      reserve=lambda cfg, device: chunked.reserve(cfg),
       is_xla=True,
     ),
   ),

@@ -84,9 +84,10 @@ def choose(cfg: Config, device: Device) -> tuple[Kernels, tuple[Choice, ...]]:
 
 
 def choose_generation(cfg: Config, device: Device, kernels: Kernels) -> Kernels:
-  """What runs in the inference engine, beside what runs in a run; raises as `choose`."""
-  names, _ = _filled(cfg, device, [op for op, entry in OPS.items() if entry.generates])
-  return dataclasses.replace(kernels, names=kernels.names + names)
+  """What runs in the inference engine, which reads one text a row; raises as `choose`."""
+  cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, max_segments=1))
+  used = [op for op, e in OPS.items() if e.generates or (e.kernels and e.is_used(cfg))]
+  return dataclasses.replace(kernels, names=_filled(cfg, device, used)[0])
 
 
 def _filled(cfg, device, ops) -> tuple[tuple[tuple[str, str], ...], tuple[Choice, ...]]:
@@ -122,7 +123,7 @@ def _choose_slot(cfg, device, op, slot, asked) -> Choice:
       missed.append(obstacle)  # its speed on a GPU says nothing here
     elif slot not in kernel.default:
       reasons.append(f"{kernel.name} is no default: {kernel.why}")
-    elif reserve := kernel.reserve(cfg):
+    elif reserve := kernel.reserve(cfg, device):
       reasons.append(f"{kernel.name} is no default for this config: {reserve} ({kernel.why})")
     elif obstacle := kernel.obstacle(cfg, device):
       missed.append(obstacle)

@@ -260,6 +260,7 @@ def test_cached_attention_equals_full_attention_for_any_split(parts):
 
 HOPPER, AMPERE, TURING = ("gpu", "9.0"), ("gpu", "8.0"), ("gpu", "7.5")
 LONG = {"data__seq_len": 2048}
+FEW = {"data__seq_len": 2100, "data__max_segments": 16}  # documents for so long rows
 
 
 @pytest.fixture
@@ -280,8 +281,9 @@ def config_for(**changes):
 @pytest.mark.parametrize(
   ("changes", "device", "implementation", "reason"),
   [
-    ({}, HOPPER, "cudnn", "flash attention"),
-    ({}, ("gpu", "10.0"), "cudnn", "flash attention"),
+    (FEW, HOPPER, "cudnn", "flash attention"),
+    (FEW, ("gpu", "10.0"), "cudnn", "flash attention"),
+    (FEW | {"data__max_segments": 17}, HOPPER, "triton", "FlexAttention's speed"),
     ({"ops__kernels": {"attention": "cudnn"}}, HOPPER, "cudnn", "ops.kernels=attention=cudnn"),
     ({"ops__kernels": {"attention": "xla"}}, HOPPER, "xla", "ops.kernels=attention=xla"),
     ({"ops__kernels": {"attention": "xla"}, "ops__strict": True}, HOPPER, "xla", "attention=xla"),
@@ -297,7 +299,7 @@ def config_for(**changes):
     ({"precision__compute_dtype": "float32"}, HOPPER, "xla", "compute_dtype is float32"),
     ({"model__head_dim": 20}, HOPPER, "xla", "head_dim is 20"),
     ({"model__head_dim": 264}, HOPPER, "xla", "head_dim is 264"),
-    ({"model__head_dim": 256}, HOPPER, "cudnn", "flash attention"),
+    (FEW | {"model__head_dim": 256}, HOPPER, "cudnn", "flash attention"),
   ],
 )
 def test_choice_and_its_reason(changes, device, implementation, reason):
@@ -326,6 +328,8 @@ def test_what_cannot_run_is_an_error_where_it_is_asked_for(changes, device, word
 
 def test_without_triton_the_error_says_what_to_install(monkeypatch):
   monkeypatch.setattr(requirements.importlib.util, "find_spec", lambda name: None)
+  many = config_for(**FEW | {"data__max_segments": 17})
+  assert choose(many, *HOPPER).implementation == "cudnn"
   with pytest.raises(ValueError, match=r"attention=triton: .*pip install triton"):
     choose(config_for(ops__kernels={"attention": "triton"}), *AMPERE)
 
