@@ -1,11 +1,13 @@
-"""What of `load_run` takes long without Python: begun before the modules that it needs are imported.
+"""What of loading a run needs little Python, begun while Python imports the modules for the rest.
 
-On a machine with a GPU the device needs a second to start, and the files of a checkpoint are hashed
-by all cores. Imports take as long, and use one core.
+A GPU takes about a second to start, and the files of a checkpoint are hashed by all cores; imports
+take as long, and use one core.
 """
 
 import concurrent.futures
 import contextlib
+import gc
+import importlib
 from collections.abc import Iterator
 
 import jax
@@ -33,10 +35,23 @@ def begun(folder: Path, step: str) -> Iterator[None]:
     stack.enter_context(runtime.variables(workdir.load_config(folder)))
     devices = stack.enter_context(concurrent.futures.ThreadPoolExecutor(1, "devices"))
     devices.submit(jax.devices)
-    from ats_jax.checkpoint import reader  # here: it imports Orbax, and the devices start meanwhile
+    with _without_collection():
+      from ats_jax.checkpoint import reader  # here: it imports Orbax; the devices start meanwhile
 
-    checkpoints = folder / workdir.CHECKPOINTS
-    with contextlib.suppress(CheckpointError):
-      chosen = reader.find(checkpoints, int(step) if step.isdecimal() else step)
-      stack.enter_context(checking(checkpoints / str(chosen)))
+      checkpoints = folder / workdir.CHECKPOINTS
+      with contextlib.suppress(CheckpointError):
+        chosen = reader.find(checkpoints, int(step) if step.isdecimal() else step)
+        stack.enter_context(checking(checkpoints / str(chosen)))
+      importlib.import_module("ats_jax.inference.load")
     yield
+
+
+@contextlib.contextmanager
+def _without_collection() -> Iterator[None]:
+  """Keep Python from searching what modules make for garbage, now and in later collections."""
+  gc.disable()
+  try:
+    yield
+    gc.freeze()
+  finally:
+    gc.enable()
