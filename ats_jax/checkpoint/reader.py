@@ -275,7 +275,7 @@ class _MappedArrayHandler(ocp.type_handlers.ArrayHandler):
   """Orbax's reader and writer of arrays, which reads files through mappings of them.
 
   By default TensorStore reads each file into memory that is new to the process, and copies from
-  there. To get that memory takes most of the time of a read (docs/lab/log.md).
+  there. To get that memory can take most of the time of a read.
   """
 
   async def deserialize(
