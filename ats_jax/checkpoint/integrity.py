@@ -1,11 +1,13 @@
 """The manifest of a checkpoint: size and SHA-256 of every file in it."""
 
+import concurrent.futures
+import contextlib
 import dataclasses
 import hashlib
 import io
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
 from ats_jax.config.identity import RunIdentity
@@ -16,6 +18,10 @@ MANIFEST = "manifest.json"
 VERSION = 4
 # SHA-256 has instructions of its own on current CPUs: the fastest hash of the standard library.
 HASH = "sha256"
+# Of a file that is hashed, bytes at a time: with few pieces, threads seldom wait for Python's lock.
+PIECE = 2**22
+# What `checking` has begun, by folder: the entries of the manifest, and what is wrong with each.
+_begun: dict[str, tuple[dict[str, Any], list[concurrent.futures.Future[str]]]] = {}
 
 
 class CheckpointError(ValueError):
@@ -124,8 +130,32 @@ def find_damage(folder: Path, only: Iterable[str] | None = None) -> list[str]:
     files = read_manifest(folder)["files"]
   except _DamagedManifestError as e:
     return [str(e)]
+  begun, found = _begun.pop(os.fspath(folder), ({}, [])) if only is None else ({}, [])
+  if found and begun == files:
+    return [problem for future in found if (problem := future.result())]
   names = list(files) if only is None else list(only)
   return [p for p in paths.in_threads(lambda n: _compare(folder / n, n, files[n]), names) if p]
+
+
+@contextlib.contextmanager
+def checking(folder: Path) -> Iterator[None]:
+  """Hash the files of a checkpoint in threads during the block, for its first `find_damage`.
+
+  Args:
+    folder: a committed checkpoint.
+
+  Raises:
+    CheckpointError: as `read_manifest`.
+  """
+  files = read_manifest(folder)["files"]
+  with paths.thread_pool() as pool:
+    found = [pool.submit(_compare, folder / name, name, entry) for name, entry in files.items()]
+    _begun[os.fspath(folder)] = files, found
+    try:
+      yield
+    finally:
+      _begun.pop(os.fspath(folder), None)
+      pool.shutdown(cancel_futures=True)
 
 
 def check_run(folder: Path, expected: RunIdentity | None) -> None:
@@ -178,8 +208,12 @@ def _compare(path: Path, name: str, expected: dict[str, Any]) -> str:
 def _digest(path: Path) -> tuple[int, str]:
   """Bytes and hash of a file, read piece by piece."""
   with paths.open_to_read(path) as f:
-    digest = hashlib.file_digest(cast(io.BytesIO, f), HASH).hexdigest()
-    return f.seek(0, os.SEEK_END), digest
+    digest, size = hashlib.new(HASH), f.seek(0, os.SEEK_END)
+    f.seek(0)
+    piece = memoryview(bytearray(min(size, PIECE) or 1))
+    while number := cast(io.RawIOBase, f).readinto(piece):
+      digest.update(piece[:number])
+    return size, digest.hexdigest()
 
 
 def _render(body: Any) -> str:

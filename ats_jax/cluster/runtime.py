@@ -24,6 +24,7 @@ _VARIABLES = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_FLAGS")
 # With XLA's own choice, a program of several devices of a CPU that is loaded from the cache begins
 # its collectives in another order on each, and all wait for one another (jaxlib 0.12.0.1).
 _IN_ORDER = "--xla_cpu_enable_concurrency_optimized_scheduler"
+_DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
 _SEVERAL_CPU_DEVICES = re.compile(r"--xla_force_host_platform_device_count=(?!1\b)\d")
 _OPTIONS = (
   "jax_enable_compilation_cache",
@@ -52,16 +53,26 @@ def configured(cfg: Config) -> Iterator[None]:
 
   Flags of the compiler and memory take effect only if no device was used before.
   """
-  variables = {name: os.environ.get(name) for name in _VARIABLES}
   options = {name: getattr(jax.config, name) for name in (*_OPTIONS, *_RANDOM, _MATMULS)}
   show_warning = warnings.showwarning
+  with variables(cfg):
+    try:
+      configure(cfg)
+      yield
+    finally:
+      warnings.showwarning = show_warning
+      _set_options(options)
+
+
+@contextlib.contextmanager
+def variables(cfg: Config) -> Iterator[None]:
+  """Set what a device takes at its start, memory and compiler flags, until the end of the block."""
+  before = {name: os.environ.get(name) for name in _VARIABLES}
   try:
-    configure(cfg)
+    _set_variables(cfg)
     yield
   finally:
-    warnings.showwarning = show_warning
-    _set_options(options)
-    for name, value in variables.items():
+    for name, value in before.items():
       os.environ.pop(name, None)
       if value is not None:
         os.environ[name] = value
@@ -78,12 +89,7 @@ def configure(cfg: Config) -> None:
   _look_at_options()
   if not cfg.precision.tf32:
     jax.config.update(_MATMULS, "highest")
-  os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", GPU_MEMORY_FRACTION)
-  if cfg.precision.deterministic:
-    _add_flag("--xla_gpu_deterministic_ops=true")
-  given = os.environ.get("XLA_FLAGS", "")
-  if _SEVERAL_CPU_DEVICES.search(given) and _IN_ORDER not in given:
-    _add_flag(f"{_IN_ORDER}=false")
+  _set_variables(cfg)
   _count_cache_events()
   if _is_off(cfg):
     _set_options({**_RANDOM, "jax_enable_compilation_cache": False})
@@ -98,6 +104,15 @@ def configure(cfg: Config) -> None:
     ) from e
   _set_options({**_RANDOM, **dict(zip(_OPTIONS, (True, str(folder), 0.0, 0), strict=True))})
   _mend_cache(folder)
+
+
+def _set_variables(cfg: Config) -> None:
+  os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", GPU_MEMORY_FRACTION)
+  given = os.environ.get("XLA_FLAGS", "")
+  if cfg.precision.deterministic and _DETERMINISTIC not in given:
+    _add_flag(_DETERMINISTIC)
+  if _SEVERAL_CPU_DEVICES.search(given) and _IN_ORDER not in given:
+    _add_flag(f"{_IN_ORDER}=false")
 
 
 def _look_at_options() -> None:

@@ -488,8 +488,13 @@ def files(folder: Path) -> list[str]:
 
 def in_threads[T](fn: Callable[[Any], T], items: list[Any]) -> list[T]:
   """`fn` of each item, many at a time: for disks and networks."""
-  with concurrent.futures.ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+  with thread_pool() as pool:
     return list(pool.map(fn, items))
+
+
+def thread_pool() -> concurrent.futures.ThreadPoolExecutor:
+  """Threads for disks and networks."""
+  return concurrent.futures.ThreadPoolExecutor(min(16, os.cpu_count() or 1))
 
 
 def put(local: Path, target: Path, names: list[str]) -> None:

@@ -3,15 +3,15 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from absl import flags
 
-from ats_jax.bridge.convert import COMPANIONS
-from ats_jax.bridge.export import choose_family
-from ats_jax.bridge.folder import imported_fields
 from ats_jax.config.names import flatten
-from ats_jax.inference.load import TrainedRun
 from ats_jax.store import paths
+
+if TYPE_CHECKING:  # it imports jax, for which the flag does not wait
+  from ats_jax.inference.load import TrainedRun
 
 BASE = "base"
 _NAMED = re.compile("([A-Za-z0-9][A-Za-z0-9._-]*)=(.+)")
@@ -41,8 +41,8 @@ def by_name(given: Sequence[str]) -> dict[str, Path]:
 
 
 def each(
-  run: TrainedRun, folder: paths.Path, adapters: Mapping[str, Path]
-) -> Iterator[tuple[str, TrainedRun]]:
+  run: "TrainedRun", folder: paths.Path, adapters: Mapping[str, Path]
+) -> Iterator[tuple[str, "TrainedRun"]]:
   """The run as "base", then with each adapter merged into its weights; without any, as "".
 
   Args:
@@ -57,6 +57,9 @@ def each(
     yield "", run
     return
   from ats_jax.bridge import peft_folder  # here: few use them
+  from ats_jax.bridge.convert import COMPANIONS
+  from ats_jax.bridge.export import choose_family
+  from ats_jax.bridge.folder import imported_fields
 
   cfg, model = run.program.cfg, run.model
   if cfg.finetune.is_on:

@@ -15,19 +15,20 @@ import dataclasses
 import io
 import sys
 from collections.abc import Callable, Generator, Mapping
+from typing import TYPE_CHECKING
 
 from absl import flags
 
 from ats_jax.data.chat.conversation import Message, utf8
-from ats_jax.data.chat.tokenizer import prompt_of
-from ats_jax.data.tokens.tokenizer import Tokenizer
-from ats_jax.inference.engine.engine import Engine
 from ats_jax.inference.engine.request import Finished, Request, Sampling
-from ats_jax.inference.load import load_run
 from ats_jax.store import paths
 from ats_jax.verbs import cli
 from ats_jax.verbs.adapters import by_name, define_adapter_flag, each
 from ats_jax.verbs.drawing import DrawingFlags
+
+if TYPE_CHECKING:  # what imports jax is imported while the device starts
+  from ats_jax.data.tokens.tokenizer import Tokenizer
+  from ats_jax.inference.engine.engine import Engine
 
 FLAGS = flags.FlagValues()
 _DRAWING = DrawingFlags(FLAGS)
@@ -49,8 +50,8 @@ class Dialogue:
     turns: those of user and assistant.
   """
 
-  engine: Engine
-  tokenizer: Tokenizer
+  engine: "Engine"
+  tokenizer: "Tokenizer"
   sampling: Sampling
   system: str = ""
   turns: list[Message] = dataclasses.field(default_factory=list)
@@ -63,6 +64,8 @@ class Dialogue:
     Raises:
       ValueError: if the turn cannot be answered; it is as if it had not been said.
     """
+    from ats_jax.data.chat.tokenizer import prompt_of
+
     before = [Message("system", self.system)] if self.system else []
     turns = [*self.turns, Message("user", utf8(text, "the turn"))]
     request = Request(prompt_of(self.tokenizer, [*before, *turns]), self.sampling)
@@ -133,10 +136,14 @@ def main(argv: list[str]) -> None:
   del argv
   folder = paths.parse(cli.require(_DRAWING.workdir.value, "workdir", "runs/chat"))
   adapters = by_name(_ADAPTER.value)
-  loading = load_run(
-    folder, _DRAWING.step.value, _DRAWING.compute_dtype.value, 1, _DRAWING.engine.value
-  )
-  with loading as run:
+  step, dtype, options = _DRAWING.step.value, _DRAWING.compute_dtype.value, _DRAWING.engine.value
+  from ats_jax.inference.begin import begun
+
+  with begun(folder, step), contextlib.ExitStack() as stack:
+    from ats_jax.data.chat.tokenizer import prompt_of
+    from ats_jax.inference.load import load_run
+
+    run = stack.enter_context(load_run(folder, step, dtype, 1, options))
     sampling = Sampling.of(run.sampling(**_DRAWING.given()), _DRAWING.seed.value)
     prompt_of(run.tokenizer, [Message("user", "")])  # before the engine compiles anything
     if isinstance(sys.stdin, io.TextIOWrapper):

@@ -14,19 +14,21 @@ then with each. How it draws, where nothing is given, is as the run's own config
 
 import functools
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
 from ats_jax.data.chat.conversation import Message
 from ats_jax.inference.engine.options import DEFAULT
 from ats_jax.inference.engine.request import Request, Sampling
-from ats_jax.inference.load import ROWS, TrainedRun, load_run
 from ats_jax.store import paths
 from ats_jax.verbs import cli
 from ats_jax.verbs.adapters import by_name, define_adapter_flag, each
 from ats_jax.verbs.drawing import DrawingFlags
-from ats_jax.verbs.prompts import Prompt, answers, read_prompts
+
+if TYPE_CHECKING:  # what imports jax is imported while the device starts
+  from ats_jax.inference.load import TrainedRun
+  from ats_jax.verbs.prompts import Prompt
 
 FLAGS = flags.FlagValues()
 _DRAWING = DrawingFlags(FLAGS)
@@ -54,19 +56,26 @@ def main(argv: list[str]) -> None:
   if _PROMPTS.value is None:
     answer, devices = _print_one, 0 if options == DEFAULT else 1  # of several, none has an engine
   else:
+    from ats_jax.verbs.prompts import read_prompts
+
     prompts = read_prompts(paths.parse(_PROMPTS.value))
     answer, devices = functools.partial(_answer_all, prompts=prompts), 1
-  dtype = _DRAWING.compute_dtype.value
-  with load_run(folder, _DRAWING.step.value, dtype, devices, options) as run:
-    for name, one in each(run, folder, adapters):
-      answer(one, given, name)
+  step, dtype = _DRAWING.step.value, _DRAWING.compute_dtype.value
+  from ats_jax.inference.begin import begun
+
+  with begun(folder, step):
+    from ats_jax.inference.load import load_run
+
+    with load_run(folder, step, dtype, devices, options) as run:
+      for name, one in each(run, folder, adapters):
+        answer(one, given, name)
 
 
 def _system() -> list[Message]:
   return [Message("system", _SYSTEM.value)] if _SYSTEM.value else []
 
 
-def _print_one(run: TrainedRun, given: dict[str, Any], name: str) -> None:
+def _print_one(run: "TrainedRun", given: dict[str, Any], name: str) -> None:
   given = given | ({} if _PROMPT.value is None else {"prompt": _PROMPT.value})
   prompt = run.sampling(**given).prompt
   if _PROMPT.value is None:  # that of the run is for the sample at its end
@@ -86,7 +95,12 @@ def _print_one(run: TrainedRun, given: dict[str, Any], name: str) -> None:
   print(flush=True)
 
 
-def _answer_all(run: TrainedRun, given: dict[str, Any], name: str, prompts: list[Prompt]) -> None:
+def _answer_all(
+  run: "TrainedRun", given: dict[str, Any], name: str, prompts: "list[Prompt]"
+) -> None:
+  from ats_jax.inference.load import ROWS
+  from ats_jax.verbs.prompts import answers
+
   sampling = Sampling.of(run.sampling(**given), _DRAWING.seed.value)
   if _CHAT.value:
     prompts = [p.asked(_system()) for p in prompts]

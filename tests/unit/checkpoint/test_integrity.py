@@ -1,7 +1,9 @@
+import concurrent.futures
 import json
 import os
 import random
 import shutil
+import threading
 
 import pytest
 from checkpoint_helpers import flip_bit
@@ -19,6 +21,50 @@ def sealed(tmp_path):
   (folder / "state" / "empty").touch()
   integrity.seal(folder, {"step": 7, "run": None, "metric": 1.5, "leaves": {"ü": "float32[]"}})
   return folder
+
+
+def hashed(sealed):
+  """Wait for what `checking` has begun."""
+  concurrent.futures.wait(integrity._begun[os.fspath(sealed)][1])
+
+
+def test_what_was_begun_is_used_once(sealed):
+  data = sealed / "state" / "d" / "data"
+  with integrity.checking(sealed):
+    hashed(sealed)
+    flip_bit(data, 4321)
+    assert integrity.find_damage(sealed) == []
+    (problem,) = integrity.find_damage(sealed)
+  with integrity.checking(sealed):
+    hashed(sealed)
+    flip_bit(data, 4321)
+    assert integrity.find_damage(sealed) == [problem]
+  with integrity.checking(sealed):
+    hashed(sealed)
+    flip_bit(data, 4321)
+  assert integrity.find_damage(sealed) == [problem]
+
+
+def test_what_was_begun_is_not_used_of_another_manifest(sealed):
+  with integrity.checking(sealed):
+    hashed(sealed)
+    (sealed / "state" / "empty").write_bytes(b"x")
+    (sealed / "manifest.json").unlink()
+    integrity.seal(sealed, {"step": 7, "run": None, "metric": 1.5, "leaves": {}})
+    flip_bit(sealed / "state" / "d" / "data", 4321)
+    assert integrity.find_damage(sealed)
+
+
+def test_an_interrupt_ends_what_was_begun(sealed):
+  before = threading.active_count()
+  with pytest.raises(KeyboardInterrupt), integrity.checking(sealed):
+    raise KeyboardInterrupt
+  assert threading.active_count() == before and not integrity._begun
+
+
+def test_files_are_hashed_to_their_end(sealed, monkeypatch):
+  monkeypatch.setattr(integrity, "PIECE", 7)
+  assert integrity.find_damage(sealed) == []
 
 
 def test_sealed_folder_is_intact(sealed):

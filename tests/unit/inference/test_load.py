@@ -1,17 +1,23 @@
 import dataclasses
 import itertools
 import json
+import os
 import shutil
+import subprocess
+import sys
 
 import jax
 import pytest
+from commands import REPOSITORY
 from helpers import tiny_config
+from xla_flags import QUICK
 
-from ats_jax.checkpoint import integrity, workdir
+from ats_jax.checkpoint import CheckpointError, integrity, workdir
 from ats_jax.cluster import runtime
 from ats_jax.config import base_config, from_config_dict
 from ats_jax.config.tree import edited
 from ats_jax.inference import load
+from ats_jax.inference.begin import begun
 from ats_jax.inference.engine.options import Options
 from ats_jax.inference.load import fit_devices, load_run
 from ats_jax.train.loop import train
@@ -215,3 +221,38 @@ def test_guesses_change_no_text_and_are_loaded_when_asked_for(trained):
 def test_engines_that_there_are_not_are_refused(options, message):
   with pytest.raises(ValueError, match=message):
     Options(**options)
+
+
+# Sends the process a Ctrl-C when it is about to read arrays.
+INTERRUPTED = """
+import signal, sys
+from ats_jax import verbs
+from ats_jax.checkpoint import reader
+reader._read_arrays = lambda *_: signal.raise_signal(signal.SIGINT)
+sys.exit(verbs.main())
+"""
+
+
+def test_a_run_that_was_begun_is_verified_as_ever(trained):
+  with begun(trained, "latest"), load_run(trained) as run:
+    assert run.step == 1
+  state = trained / workdir.CHECKPOINTS / "1" / "state"
+  data = max((p for p in state.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+  data.write_bytes(data.read_bytes()[:-1])
+  with begun(trained, "latest"), pytest.raises(CheckpointError, match="no intact checkpoint"):
+    load_run(trained).__enter__()
+  with pytest.raises(CheckpointError, match="no checkpoint 7"), begun(trained, "7"):
+    load_run(trained, "7").__enter__()
+  (trained / workdir.CONFIG).unlink()
+  with pytest.raises(ValueError, match="holds no run"), begun(trained, "latest"):
+    pass
+
+
+def test_a_ctrl_c_while_a_run_is_loaded_leaves_no_traceback(trained):
+  done = subprocess.run(
+    [sys.executable, "-c", INTERRUPTED, "generate", f"--workdir={trained}", "--prompt=a"],
+    cwd=REPOSITORY, env={**os.environ, "XLA_FLAGS": QUICK}, capture_output=True, text=True,
+    check=False,
+  )  # fmt: skip
+  assert (done.returncode, done.stdout) == (130, ""), done.stderr
+  assert done.stderr.splitlines()[-1] == "interrupted" and "Traceback" not in done.stderr
