@@ -22,6 +22,7 @@ from ats_jax.model.layers import (
   Weight,
   activation_axes,
 )
+from ats_jax.model.layout import place_of
 from ats_jax.model.param import (
   EXPERTS,
   Frozen,
@@ -317,11 +318,10 @@ def _words(path: Any) -> list[str]:
 
 def _tuned(model: Any, path: Any) -> bool:
   """Whether something belongs to a layer that trains, or to none."""
-  part, *rest = _words(path)
-  if part != "segments":
+  if (found := place_of(path)) is None:
     return True
-  number, _, place, *_ = rest
-  return model.layout[int(number)].kinds[int(place)].tuned
+  segment, place = found
+  return model.layout[segment].kinds[place].tuned
 
 
 def _frozen(cfg: Config, model: Any) -> Any:

@@ -19,7 +19,7 @@ from ats_jax.model.numerics import Numerics
 from ats_jax.model.param import Role, is_variable, normal, ones, residual_std, zeros
 from ats_jax.ops.embedding import embedding_lookup
 from ats_jax.ops.linear import linears
-from ats_jax.ops.remat import MLP_HIDDEN
+from ats_jax.ops.remat import ADAPTER_HIDDEN, MLP_HIDDEN
 from ats_jax.ops.rms_norm import rms_norm
 from ats_jax.ops.swiglu import Gating, gated
 from ats_jax.sharding.rules import current_plan
@@ -245,6 +245,33 @@ def project(x: jax.Array, layers: Sequence[Linear], *, fp8: bool = False) -> tup
   Returns:
     [batch, seq, *outputs] for each layer, in the dtype of `x`.
   """
+  adapters = [layer.adapter for layer in layers if layer.adapter is not None]
+  in_turn = adapters and is_variable(layers[0].weight)  # codes keep what is multiplied with them
+  # In 8 bits the products share what is made of `x`.
+  groups = [[layer] for layer in layers] if in_turn and not fp8 else [layers]
+  results = []
+  for group in groups:
+    results += _wide_products(x, group, fp8)
+    x = _behind(x) if in_turn else x
+  narrow = iter(_narrow_products(x, adapters, layers[0]) if adapters else ())
+  adapted = lambda y, of: y if of.adapter is None else of.adapter(next(narrow), y, of)
+  with_bias = lambda y, bias: y if bias is None else y + bias[...].astype(y.dtype)
+  pairs = zip(results, layers, strict=True)
+  return tuple(with_bias(adapted(y, layer), layer.bias) for y, layer in pairs)
+
+
+def _behind(x: jax.Array) -> jax.Array:
+  """Hide from XLA that several products have the same input.
+
+  Otherwise it makes one of them, for which it writes the weights side by side and cuts the result
+  apart, as matmuls that add an adapter's product read whole arrays; and of the gradients of `x` it
+  adds some in passes of their own. Of a chain, each matmul adds its own to that of the next.
+  """
+  return jax.lax.optimization_barrier(x)
+
+
+def _wide_products(x: jax.Array, layers: Sequence[Linear], fp8: bool) -> tuple[jax.Array, ...]:
+  """`x` times the weight of each layer, without adapters and biases."""
   first = layers[0]
 
   def multiply(
@@ -261,17 +288,10 @@ def project(x: jax.Array, layers: Sequence[Linear], *, fp8: bool = False) -> tup
       kernels=first.kernels,
     )
 
-  if is_variable(first.weight):
-    weights = [layer.base(x.dtype) for layer in layers]
-    results = multiply(x, weights, [layer.weight.axes for layer in layers])
-  else:  # quantised, as all of them are
-    results = first.weight.products(multiply, x, layers)
-  adapters = [layer.adapter for layer in layers if layer.adapter is not None]
-  narrow = iter(_narrow_products(x, adapters, first) if adapters else ())
-  adapted = lambda y, of: y if of.adapter is None else of.adapter(next(narrow), y, of)
-  with_bias = lambda y, bias: y if bias is None else y + bias[...].astype(y.dtype)
-  pairs = zip(results, layers, strict=True)
-  return tuple(with_bias(adapted(y, layer), layer.bias) for y, layer in pairs)
+  if not is_variable(first.weight):  # quantised, as all of them are
+    return first.weight.products(multiply, x, layers)
+  weights = [layer.base(x.dtype) for layer in layers]
+  return multiply(x, weights, [layer.weight.axes for layer in layers])
 
 
 def _narrow_products(x: jax.Array, adapters: Sequence[Adapter], layer: Linear) -> list[jax.Array]:
@@ -286,6 +306,7 @@ def _narrow_products(x: jax.Array, adapters: Sequence[Adapter], layer: Linear) -
     stored=[adapters[0].axes[0]],
     kernels=layer.kernels,
   )
+  h_BTR = checkpoint_name(h_BTR, ADAPTER_HIDDEN)
   return jnp.split(h_BTR, list(ends)[:-1], axis=-1)
 
 

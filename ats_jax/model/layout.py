@@ -2,6 +2,9 @@
 
 import dataclasses
 import math
+from typing import Any
+
+import jax
 
 from ats_jax.config.schema import Config
 from ats_jax.model.fp8 import fp8_layers
@@ -26,6 +29,12 @@ class Segment:
     """Indices of the layers at position `place` of each super-block."""
     period = len(self.kinds)
     return range(self.first + place, self.first + period * self.repeats, period)
+
+
+def place_of(path: Any) -> tuple[int, int] | None:
+  """The segment of a path in a decoder's tree, and the place in its pattern; None = of no layer."""
+  part, *rest = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+  return (int(rest[0]), int(rest[2])) if part == "segments" else None
 
 
 def segments(kinds: tuple[LayerKind, ...]) -> tuple[Segment, ...]:

@@ -11,8 +11,8 @@ Letters: T tokens (any leading axes), K input width, N output width.
 """
 
 import functools
+import itertools
 import math
-import operator
 from collections.abc import Sequence
 
 import jax
@@ -93,19 +93,18 @@ def _forward(x_TK, weights, kernels, cuts):
 
   largest = [named(_amax(x_TK)), *map(of_all, weights, cuts)]
   scale_x, *scales_w = (scale_of(E4M3, a) for a in largest)
-  x8_TK = cast(x_TK, scale_x, E4M3)
+  x8s_TK = _apart(cast(x_TK, scale_x, E4M3), len(weights))
 
-  def times(w_KN, scale_w, cut):
+  def times(x8_TK, w_KN, scale_w, cut):
     if cut is None:
       w8_NK = cast_transposed(w_KN, scale_w, E4M3, kernels)
     else:
       w8_NK = _gather_8_bits(cast(w_KN, scale_w, E4M3), cut).T
     # Each product is exact; the tensor cores accumulate with some 14 bits. Gradients have longer
     # sums, and ask for accumulators that are carried over to float32 now and then.
-    y_TN = _matmul_transposed(x8_TK, w8_NK, x_TK.dtype, Precision.DEFAULT)
-    return _scale(y_TN, scale_x * scale_w)
+    return _matmul_transposed(x8_TK, scale_x, w8_NK, scale_w, x_TK.dtype, Precision.DEFAULT)
 
-  results = tuple(map(times, weights, scales_w, cuts))
+  results = tuple(map(times, x8s_TK, weights, scales_w, cuts))
   # This reads x a second time, but under remat each pass makes only one of the two casts.
   x8_KT = cast_transposed(x_TK, scale_x, E4M3, kernels)
   cast8 = lambda w_KN, scale_w, cut: _gather_8_bits(cast(w_KN, scale_w, E4M3), cut)
@@ -118,24 +117,40 @@ def _backward(kernels, cuts, residuals, gradients):
   x8_KT, scale_x, weights8, scales_w, like_w = residuals
   gradients = [_materialise(dy_TN) for dy_TN in gradients]
   scales_dy = [scale_of(E5M2, _amax(dy_TN)) for dy_TN in gradients]
+  x8s_KT = _apart(x8_KT, len(gradients))
 
-  def through(dy_TN, scale_dy, w8_KN, scale_w, like, cut):
-    dy8_TN, dy8_NT = cast_and_transpose(dy_TN, scale_dy, E5M2, kernels)
-    dx_TK = _matmul_transposed(dy8_TN, w8_KN, dy_TN.dtype, Precision.HIGHEST)
-    dw_KN = _matmul_transposed(x8_KT, dy8_NT, like.dtype, Precision.HIGHEST)
-    dw_KN = _scale(dw_KN, scale_x * scale_dy)
+  def through(dy_TN, scale_dy, x8_KT, w8_KN, scale_w, like, cut):
+    is_frozen = like is None
+    if is_frozen:
+      dy8_TN, dy8_NT = cast(dy_TN, scale_dy, E5M2), None
+    else:
+      dy8_TN, dy8_NT = cast_and_transpose(dy_TN, scale_dy, E5M2, kernels)
+    multiply = functools.partial(_matmul_transposed, precision=Precision.HIGHEST)
+    dx_TK = multiply(dy8_TN, scale_dy, w8_KN, scale_w, dy_TN.dtype)
+    if is_frozen:
+      return dx_TK, None
+    dw_KN = multiply(x8_KT, scale_x, dy8_NT, scale_dy, like.dtype)
     if cut is not None:
       dw_KN = reduce_scatter_shards(dw_KN, cut.axis, cut.dim)
-    return _scale(dx_TK, scale_dy * scale_w), dw_KN
+    return dx_TK, dw_KN
 
   parts, dweights = zip(
-    *map(through, gradients, scales_dy, weights8, scales_w, like_w, cuts), strict=True
+    *map(through, gradients, scales_dy, x8s_KT, weights8, scales_w, like_w, cuts), strict=True
   )
-  dx_TK = functools.reduce(operator.add, parts)
+  # Each sum but the first term is then made by the matmul of the next one.
+  dx_TK = functools.reduce(lambda total, part: _materialise(total) + part, parts)
   return dx_TK, dweights
 
 
-_matmuls.defvjp(_forward, _backward)
+def _forward_rule(x_TK, weights, kernels, cuts):
+  """As `_forward`, of arguments that tell whether anything is differentiated by them."""
+  values = tuple(w_KN.value for w_KN in weights)
+  results, (*residuals, like_w) = _forward(x_TK.value, values, kernels, cuts)
+  pairs = zip(like_w, weights, strict=True)
+  return results, (*residuals, tuple(like if w_KN.perturbed else None for like, w_KN in pairs))
+
+
+_matmuls.defvjp(_forward_rule, _backward, symbolic_zeros=True)
 
 
 def _gather_8_bits(w8: jax.Array, cut: MatrixSharding | None) -> jax.Array:
@@ -146,15 +161,23 @@ def _gather_8_bits(w8: jax.Array, cut: MatrixSharding | None) -> jax.Array:
   return jax.lax.bitcast_convert_type(gather_shards(parts, cut.axis, cut.dim), w8.dtype)
 
 
-def _matmul_transposed(a_MC, b_NC, dtype, precision):
-  """`a @ b.T`, contracting the last dimension of both."""
-  return jax.lax.dot_general(
-    a_MC, b_NC, (((1,), (1,)), ((), ())), precision, preferred_element_type=dtype
-  )
+def _matmul_transposed(a8_MC, scale_a, b8_NC, scale_b, dtype, precision):
+  """`scale_a a8 @ (scale_b b8).T`, contracting the last dimension of both.
+
+  XLA recognises operands that are scaled, and hands the scales to cuBLASLt.
+  """
+  wide = lambda x8, scale: x8.astype(dtype) * scale.astype(dtype)
+  dims = (((1,), (1,)), ((), ()))
+  return jax.lax.dot_general(wide(a8_MC, scale_a), wide(b8_NC, scale_b), dims, precision, dtype)
 
 
-def _scale(y, scale):
-  return (y.astype(jnp.float32) * scale).astype(y.dtype)
+def _apart(x8: jax.Array, number: int) -> list[jax.Array]:
+  """`x8` for each of several matmuls, each time hidden once more.
+
+  XLA would make one matmul of those that share an operand, and would not multiply that in 8 bits.
+  """
+  hidden = itertools.accumulate(range(1, number), lambda x, _: _materialise(x), initial=x8)
+  return list(hidden)
 
 
 def _materialise(x):

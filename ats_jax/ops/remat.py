@@ -15,11 +15,12 @@ ATTENTION_INPUTS = ("attn_q", "attn_k", "attn_v")
 ATTENTION_RESULTS = ("attn_y", "attn_lse")
 ATTENTION_OUT = "attn_out"  # the output projected to the width of the residual stream
 MLP_HIDDEN = ("mlp_gate", "mlp_up")
+ADAPTER_HIDDEN = "adapter_hidden"  # as narrow as the rank, of a product that reads a whole input
 EXPERT_RESULTS = ("expert_gate", "expert_up", "expert_out")
 FP8_MAXIMA = "fp8_amax"  # the largest values of a forward pass
 
 # Results of kernels: 'dots' and 'names' keep them, so that none runs twice.
-_KERNEL_RESULTS = (*ATTENTION_RESULTS, *EXPERT_RESULTS, FP8_MAXIMA)
+_KERNEL_RESULTS = (*ATTENTION_RESULTS, *EXPERT_RESULTS, FP8_MAXIMA, ADAPTER_HIDDEN)
 
 
 def remat_policy(name: str) -> Callable[..., Any]:

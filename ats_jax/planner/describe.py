@@ -148,7 +148,7 @@ _NOTES = (
   "Estimates, which XLA's choices change, of what is there at that moment:",
   "  activations: what reverse mode keeps of a micro-batch for its backward pass, as traced",
   "  recomputed block: what the layers of one pattern keep without remat",
-  "  block's gradients: of all that these layers keep",
+  "  block's gradients: of all that these layers keep; if frozen, around one matmul",
   "  recomputed stage: what those of one stage keep of a micro-batch, once; it keeps its inputs",
   "  handed on: what comes out of a pipeline, and its gradient",
   "  compute weights: of the head and the layers of one pattern (of all, if unrolled) in the",

@@ -15,7 +15,7 @@ from ats_jax.config.schema.setting import Table
 from ats_jax.data.batch import Batch
 from ats_jax.model.decoder import Decoder
 from ats_jax.model.forward_pass import rules_at
-from ats_jax.model.layers import activation_axes
+from ats_jax.model.layers import ExpertLinear, Linear, Weight, activation_axes
 from ats_jax.model.numerics import is_unrolled
 from ats_jax.model.param import (
   Frozen,
@@ -23,6 +23,7 @@ from ats_jax.model.param import (
   Role,
   gradient_shards,
   is_quantised,
+  is_variable,
   merge,
   params_of,
   trainable,
@@ -97,13 +98,15 @@ def peak(cfg: Config, state: TrainState, kept: Callable[[Config, int], int] | No
     cuDNN's, arrays of the size seq x seq are left out, and so is the head's gradient, which the
     loss makes.
   recomputed block: with remat, what a super-block keeps without it, once.
-  block's gradients: of unrolled layers. Of all that a super-block keeps; each has the size of what
-    it is the gradient of.
+  block's gradients: of unrolled layers. Of all that a super-block keeps, as the gradients of its
+    weights are made last; each has the size of what it is the gradient of. Without gradients of
+    matrices only those of the input and the outputs of the largest matmul are there at a time.
   recomputed stage: of a pipeline, whose stages keep their inputs and what `step.remat_stages`
     says: what the layers of one stage keep of a micro-batch under `step.remat`.
   handed on: of a pipeline, what comes out of it, and its gradient.
   compute weights: those of the head and of a super-block in the compute dtype, gathered, if
     they are stored otherwise; of an unrolled stack those of all layers, see `_compute_weights`.
+    What is decoded for a matmul is there in a layer only.
   head's gradient: the loss adds it up in float32, gathered. Without what is among the
     gradients.
   logits chunk: logits of step.loss_chunk_tokens in float32, their gradient in the compute dtype.
@@ -135,6 +138,7 @@ class _Sizes(NamedTuple):
     made_by_loss: the head's gradient and that of its input.
     weights: in the compute dtype, see `_compute_weights`.
     weights_at_end: those of them that are there in the last layer of the backward pass.
+    decoded: codes in the compute dtype, of the matrices that one input is multiplied with.
   """
 
   activations: int
@@ -145,6 +149,7 @@ class _Sizes(NamedTuple):
   handed_on: int
   weights: int
   weights_at_end: int
+  decoded: int
   head_gradient: int
   of_head: int
   made_by_loss: int
@@ -184,15 +189,18 @@ def _sizes(cfg: Config, state: TrainState, kept: Callable[[Config, int], int] | 
   of_chunk = cfg.step.loss_chunk_tokens // (num_shards("rows") * scored)
   chunk = min(behind * cfg.data.seq_len // scored, max(1, of_chunk))
   weights, weights_at_end = _compute_weights(cfg, state.model)
+  groups = [group for block in state.model.segments for group in _matmuls(block)]
+  tokens = rows * cfg.data.seq_len // scored
   return _Sizes(
     activations=waiting,
     of_layer=0 if stages > 1 else waiting // blocks,
     recomputed_block=again * of_block,
-    block_gradients=of_block,
+    block_gradients=_passing(groups, tokens * compute) or of_block,
     recomputed_stage=of_stage,
     handed_on=2 * micro * stream if stages > 1 else 0,
     weights=weights,
     weights_at_end=weights_at_end,
+    decoded=compute * max(map(_num_decoded, groups), default=0),
     head_gradient=max(0, whole_head - of_head),
     of_head=of_head,
     made_by_loss=whole_head + behind * stream // rows,
@@ -211,7 +219,7 @@ def _simultaneous(sizes: _Sizes) -> Peak:
       "recomputed stage": sizes.recomputed_stage,
       "recomputed block": sizes.recomputed_block,
       "handed on": sizes.handed_on,
-      "compute weights": sizes.weights,
+      "compute weights": sizes.weights + sizes.decoded,
       "head's gradient": sizes.head_gradient,
       "logits chunk": logits if logits >= sizes.scores else 0,
       "scores chunk": sizes.scores if logits < sizes.scores else 0,
@@ -248,6 +256,7 @@ def _moments(cfg: Config, state: TrainState, sizes: _Sizes) -> list[Peak]:
         "recomputed stage": sizes.recomputed_stage,
         **block,
         **before_gradients,
+        "compute weights": sizes.weights + sizes.decoded,
       },
     ),
     Peak(
@@ -256,7 +265,7 @@ def _moments(cfg: Config, state: TrainState, sizes: _Sizes) -> list[Peak]:
         "activations": sizes.of_layer - own,
         **block,
         **always,
-        "compute weights": sizes.weights_at_end,
+        "compute weights": sizes.weights_at_end + sizes.decoded,
         "stacks of gradients": late,
       },
     ),
@@ -358,7 +367,7 @@ def _compute_weights(cfg: Config, model: Decoder) -> tuple[int, int]:
   of the backward pass those of a super-block. XLA makes those of an unrolled stack once, for both
   passes, unless remat has it gather them twice. With `mesh.keep_gathered` it does not, and keeps a
   copy of the others too. Experts that are gathered for both without remat are among the
-  activations.
+  activations. Codes are decoded anew for each pass, a matmul at a time (`_num_decoded`).
   """
   dtype = jnp.dtype(cfg.precision.compute_dtype)
   keeps = cfg.mesh.keep_gathered and cfg.step.remat != "none"
@@ -368,24 +377,58 @@ def _compute_weights(cfg: Config, model: Decoder) -> tuple[int, int]:
     if ways == 1 and param.dtype == dtype and not always:
       return 0
     shape = param.sharding.shard_shape(param.shape)
-    packed = param.num_values // param.size
-    return math.prod(shape[param.ndim - len(param.axes) :]) * packed * dtype.itemsize * ways
+    return math.prod(shape[param.ndim - len(param.axes) :]) * dtype.itemsize * ways
 
   table = (model.head or model.embed).weight
   whole = table.size // num_shards("vocab")
   is_stored = table.dtype == dtype and math.prod(table.sharding.shard_shape(table.shape)) == whole
   head = 0 if is_stored else whole * dtype.itemsize
-  largest = max(sum(map(of_param, weights_of(block))) for block in model.segments)
+  plain = lambda block: [p for p in weights_of(block) if not is_quantised(p)]
+  largest = max(sum(map(of_param, plain(block))) for block in model.segments)
   again = num_shards("embed") > 1 and cfg.step.remat != "none" and not cfg.mesh.keep_gathered
   if not is_unrolled(cfg, "gpu") or again:
     return head + largest, largest
-  # Codes are decoded anew for each pass, a layer at a time.
-  counts = lambda p: not is_quantised(p) and (cfg.step.remat != "none" or p.role is not Role.EXPERT)
+  counts = lambda p: cfg.step.remat != "none" or p.role is not Role.EXPERT
   layers = sum(
-    segment.repeats * sum(of_param(p, always=keeps) for p in weights_of(block) if counts(p))
+    segment.repeats * sum(of_param(p, always=keeps) for p in plain(block) if counts(p))
     for segment, block in zip(model.layout, model.segments, strict=True)
   )
   return head + max(largest, layers // num_stages()), largest
+
+
+def _matmuls(block: Any) -> list[list[Linear | ExpertLinear]]:
+  """The layers that multiply at once: of a module those that read the same, or all experts'."""
+  found: dict[Any, list[Linear | ExpertLinear]] = {}
+  leaves = jax.tree_util.tree_leaves_with_path(block, is_leaf=lambda x: isinstance(x, Weight))
+  for path, layer in leaves:
+    if isinstance(layer, Linear | ExpertLinear):
+      inputs = layer.inputs if isinstance(layer, Linear) else ()
+      found.setdefault((path[:-1], inputs), []).append(layer)
+  return list(found.values())
+
+
+def _num_decoded(layers: Sequence[Linear | ExpertLinear]) -> int:
+  """The number of entries of a device that are decoded from codes for one matmul."""
+  weights = [layer.weight for layer in layers if not is_variable(layer.weight)]
+  return sum(_local_size(w, 0, len(w.axes)) for w in weights)
+
+
+def _passing(groups: Sequence[Sequence[Linear | ExpertLinear]], bytes_of_column: int) -> int:
+  """Bytes of the gradients around the largest matmul; 0 = matrices train, or there are experts."""
+
+  def width(layers: Sequence[Linear | ExpertLinear]) -> int:
+    outputs = sum(_local_size(x.weight, x.weight.num_inputs, len(x.weight.axes)) for x in layers)
+    return outputs + _local_size(layers[0].weight, 0, layers[0].weight.num_inputs)
+
+  layers = [layer for group in groups for layer in group]
+  waits = lambda layer: isinstance(layer, ExpertLinear) or isinstance(layer.weight, Param)
+  return 0 if any(map(waits, layers)) else bytes_of_column * max(map(width, groups), default=0)
+
+
+def _local_size(weight: Any, first: int, end: int) -> int:
+  """The size on a device of some dimensions of one layer's weight, as a matmul has it."""
+  sizes = weight.shape[weight.ndim - len(weight.axes) :]
+  return math.prod(sizes[first:end]) // _shards(activation_axes(weight.axes[first:end]))
 
 
 def _shards(axes: Sequence[str]) -> int:

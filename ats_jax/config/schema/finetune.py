@@ -109,20 +109,12 @@ class FinetuneConfig:
 
   def tunes(self, layer: int) -> bool:
     """Whether a layer trains, or has adapters."""
-    first, _, last = self.layers.partition("-")
-    return not self.layers or int(first) <= layer <= int(last or first)
+    return is_within(self.layers, layer)
 
   def check(self, cfg: Any) -> None:
     """Refuse roles and layers that there are not, a pipeline, and surgery on experts."""
     check_roles("finetune.freeze", self.freeze)
-    number = cfg.model.num_layers
-    if self.layers:
-      match = re.fullmatch(r"(\d+)(?:-(\d+))?", self.layers)
-      if match is None or not int(match[1]) <= int(match[2] or match[1]) < number:
-        raise ValueError(
-          f"finetune.layers={self.layers} is no range of the layers 0-{number - 1} "
-          f"(model.num_layers={number}). Write FIRST-LAST, e.g. {number // 2}-{number - 1}."
-        )
+    check_layers("finetune.layers", self.layers, cfg.model.num_layers)
     if self.is_on and cfg.moe.spare_experts:
       raise ValueError(
         f"finetune with moe.spare_experts={cfg.moe.spare_experts}: frozen experts and adapters are "
@@ -133,3 +125,19 @@ class FinetuneConfig:
         f"finetune with mesh.stage={cfg.mesh.stage}: a pipeline trains all of its weights. Set "
         "mesh.stage=1 and divide the weights by mesh.fsdp."
       )
+
+
+def is_within(layers: str, layer: int) -> bool:
+  """Whether a range of layers, such as 16-31, has one; '' has all."""
+  first, _, last = layers.partition("-")
+  return not layers or int(first) <= layer <= int(last or first)
+
+
+def check_layers(setting_name: str, layers: str, number: int) -> None:
+  """Refuse what is no range of `number` layers."""
+  match = re.fullmatch(r"(\d+)(?:-(\d+))?", layers)
+  if layers and (match is None or not int(match[1]) <= int(match[2] or match[1]) < number):
+    raise ValueError(
+      f"{setting_name}={layers} is no range of the layers 0-{number - 1} "
+      f"(model.num_layers={number}). Write FIRST-LAST, e.g. {number // 2}-{number - 1}."
+    )

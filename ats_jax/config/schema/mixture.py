@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from typing import Any
 
+from ats_jax.config.schema.finetune import check_layers
 from ats_jax.config.schema.optimizer import check_roles
 from ats_jax.config.schema.setting import Table, setting
 
@@ -37,6 +38,11 @@ class Phase:
   trains: tuple[str, ...] = setting(
     (), "roles of parameters whose weights move, e.g. adapter,adapter_out,head; () = all that train"
   )
+  layers: str = setting(
+    "",
+    "the layers whose weights move, from 0, e.g. 16-31; '' = all. What belongs to no layer goes by "
+    "trains alone",
+  )
 
   @property
   def is_endless(self) -> bool:
@@ -55,8 +61,8 @@ def has_rates(data: Any) -> bool:
 
 
 def freezes(data: Any) -> bool:
-  """Whether a phase trains some roles alone."""
-  return any(phase.trains for phase in data.phases)
+  """Whether a phase trains some roles or layers alone."""
+  return any(phase.trains or phase.layers for phase in data.phases)
 
 
 def steps_of(phase: Phase, batch_size: int, seq_len: int, rows: int) -> int:
@@ -192,6 +198,7 @@ def check_rates(cfg: Any) -> None:
     )
   for number, phase in enumerate(data.phases):
     check_roles(f"data.phases[{number}].trains", phase.trains)
+    check_layers(f"data.phases[{number}].layers", phase.layers, cfg.model.num_layers)
     if given and not phase.learning_rate:
       raise ValueError(
         f"data.phases[{number}] has no learning_rate, and others have. Give one to each or to none."

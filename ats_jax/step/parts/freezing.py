@@ -1,4 +1,4 @@
-"""Keeps the weights of some roles while a phase of the data lasts (`Phase.trains`)."""
+"""Keeps weights of some roles or layers while a phase lasts (`Phase.trains`, `Phase.layers`)."""
 
 import dataclasses
 from typing import Any, override
@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from ats_jax.config.schema import Config
-from ats_jax.model.param import Param, merge, params_of, per_param, role_name, trainable
+from ats_jax.config.schema.finetune import is_within
+from ats_jax.model.layout import place_of
+from ats_jax.model.param import Param, is_variable, merge, params_of, role_name, trainable
 from ats_jax.step.core import Metrics, Part, Update
 from ats_jax.step.optimizers.base import Optimizer
 from ats_jax.step.schedule import phase_starts
@@ -59,9 +61,18 @@ class Freezing(Part):
     phases, starts = self.cfg.data.phases, jnp.array(phase_starts(self.cfg), jnp.int32)
     at = jnp.sum(starts <= state.step) - 1
 
-    def moves(param: Param) -> jax.Array:
-      role = role_name(param)
-      return jnp.array([not phase.trains or role in phase.trains for phase in phases])[at]
+    def one(path: Any, new: Param, kept: Param) -> Param:
+      role, found = role_name(new), place_of(path)
+      layers = state.model.layout[found[0]].layer_indices(found[1]) if found else None
+      table = []
+      for phase in phases:
+        of_role = not phase.trains or role in phase.trains
+        of_layers = [of_role and is_within(phase.layers, n) for n in layers or ()]
+        table.append(of_layers if layers else of_role)
+      moves = jnp.array(table)[at]  # of each layer of a stack
+      pick = lambda a, b: jnp.where(jnp.expand_dims(moves, (*range(moves.ndim, a.ndim),)), a, b)
+      return jax.tree.map(pick, new, kept)
 
-    params = jax.tree.map(jnp.where, per_param(moves, old), trainable(after.model), old)
+    models = trainable(after.model), old
+    params = jax.tree_util.tree_map_with_path(one, *models, is_leaf=is_variable)
     return dataclasses.replace(after, model=merge(params, after.model)), metrics

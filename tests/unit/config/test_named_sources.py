@@ -127,6 +127,7 @@ def test_errors_name_the_setting():
       r"data.phases\[0\]: 6 steps of warm-up exceed a phase of 5 steps",
     ),
     (phases(Phase(WEB, trains=("heads",))), r"data.phases\[0\].trains: .* Did you mean 'head'"),
+    (phases(Phase(WEB, layers="1-9")), r"data.phases\[0\].layers=1-9 is no range of the layers 0-"),
     ({"optimizer.phase_moments": "reset"}, "phase_moments=reset does nothing with data.phases="),
   ]
   assert not wrongly_refused(lambda changes: build(**changes), cases)

@@ -9,6 +9,7 @@ import pytest
 from helpers import tiny_config
 
 from ats_jax.model.adapters import facts, merged
+from ats_jax.model.layers import project
 from ats_jax.model.param import Frozen, is_variable, params_of, role_name
 from ats_jax.model.quantised import Codes
 from ats_jax.planner.memory import state_memory
@@ -92,6 +93,20 @@ def test_a_step_of_adapters_leaves_out_the_gradients_of_weights():
   adapters, whole = compiled(LORA | {"finetune.adapter.rank": 1}), compiled({})
   assert adapters.cost_analysis()["flops"] < 0.75 * whole.cost_analysis()["flops"]
   assert made.search(whole.as_text()) and not made.search(adapters.as_text())
+
+
+def test_gradients_of_an_adapted_layers_input_are_added_by_matmuls(mesh):
+  cfg = canonical.config("dense", LORA)
+  layer = jax.tree.map(lambda x: x[0], canonical.state(cfg).model.segments[0].layers[0])
+  loss = lambda x: sum(y.sum() for y in project(x, (layer.attn.q, layer.attn.k, layer.attn.v)))
+  x = jax.numpy.ones((2, 8, cfg.model.d_model))
+  eqns = jax.make_jaxpr(jax.grad(loss))(x).jaxpr.eqns
+  made = {var: eqn.primitive.name for eqn in eqns for var in eqn.outvars}
+  sums = [eqn for eqn in eqns if eqn.primitive.name == "add_any" and eqn.outvars[0].aval.ndim > 1]
+  of_input = [eqn for eqn in sums if eqn.outvars[0].aval.shape == x.shape]
+  assert len(of_input) == 3  # of q, k, v and the adapters
+  for eqn in of_input:  # XLA takes a sum with one matmul as its operand into that matmul
+    assert "optimization_barrier" in [made[var] for var in eqn.invars]
 
 
 def test_only_the_layers_asked_for_train():

@@ -212,6 +212,37 @@ def test_weights_in_the_compute_dtype():
   assert part(step__scan_unroll=2, precision__param_dtype="bfloat16") == 2 * (2 * 32 * 2)  # norms
 
 
+def test_what_codes_and_frozen_matrices_need():
+  """Codes are decoded for a matmul in a layer; no gradient of activations waits for the end."""
+  usual = {
+    "finetune.adapter.name": "lora",
+    "finetune.adapter.rank": 2,
+    "precision.param_dtype": "bfloat16",
+    "precision.compute_dtype": "bfloat16",
+    "step.remat": "full",
+    "step.scan_unroll": 2,
+  }
+
+  def parts(**changes):
+    cfg = tiny_config(usual | {name.replace("__", "."): v for name, v in changes.items()})
+    state, context = planned(cfg)
+    with context:
+      return peak(cfg, state, lambda cfg, rows: 10**6)
+
+  in_block = {"step__loss_chunk_tokens": 1}
+  plain, codes = parts(**in_block), parts(**in_block, finetune__adapter__base="int8")
+  assert plain.moment == codes.moment == "the first layer of the backward pass"
+  more = codes.parts["compute weights"] - plain.parts["compute weights"]
+  assert more == 2 * 2 * 32 * 64  # gate and up, which read the same
+  cfg = tiny_config(usual)
+  tokens = cfg.data.batch_size // cfg.step.accum_steps * cfg.data.seq_len
+  assert plain.parts["block's gradients"] == tokens * 2 * (32 + 2 * 64)
+  big = {"model__vocab_size": 2**20, "finetune__adapter__base": "int8"}
+  loss = parts(**big)
+  assert loss.moment == "the loss"
+  assert loss.parts["compute weights"] == plain.parts["compute weights"]
+
+
 def test_what_is_largest_depends_on_the_run():
   """Much text in the loss, few rows, or much that the layers keep; a loop has all at once."""
   usual = {"model.vocab_size": 384, "step.remat": "full", "step.scan_unroll": 2}

@@ -8,13 +8,24 @@ from helpers import micro_batches, random_rows, tiny_config
 
 from ats_jax.config.schema.mixture import Phase
 from ats_jax.config.schema.setting import Table
-from ats_jax.model.param import params_of, role_name
+from ats_jax.model.layout import place_of
+from ats_jax.model.param import Param, is_variable, params_of, role_name
 from ats_jax.sharding.mesh import to_global
 from ats_jax.step.program import make_program
 
 TEXT = Table(a=1)
 LORA = {"finetune.adapter.name": "lora", "finetune.adapter.rank": 2}
 LORA |= {"finetune.adapter.train": ("head", "norm")}
+
+
+def leaves(model):
+  """The parameters of a model, with their paths."""
+  found = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_variable)
+  return [(path, v) for path, v in found if isinstance(v, Param)]
+
+
+def moved(old, new, role):
+  return {role for a, b in zip(old, new, strict=True) if np.any(np.asarray(a) != np.asarray(b))}
 
 
 def phases(*trains):
@@ -42,6 +53,33 @@ def test_each_phase_moves_its_roles_alone(supervised, mesh):
   found, _ = course(cfg)
   some = {"adapter", "adapter_out", "head"}
   assert found == [{"head"}] * 2 + [some] * 2 + [some | {"norm"}] * 2
+
+
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_each_phase_moves_its_layers_alone(kind, mesh):
+  two = Phase(TEXT, steps=2, trains=("matrix", "head"), layers="1")
+  more = phases(()) | {"data.phases": (two, Phase(TEXT, layers="0"))}
+  cfg = canonical.config(kind, more | {"model.num_layers": 2})
+  state = canonical.state(cfg)
+  for step in range(4):
+    before = canonical.copied(state)
+    rows = micro_batches(random_rows(cfg, 8, seed=step), cfg.step.accum_steps)
+    state, _ = canonical.step(cfg, state, to_global(rows, jax.sharding.get_mesh()))
+    found = {}
+    models = zip(*(leaves(x.model) for x in (before, state)), strict=True)
+    for (path, old), (_, new) in models:
+      segment, place = place_of(path) or (None, None)
+      if segment is None:
+        found.setdefault("none", set()).update(moved([old[...]], [new[...]], role_name(old)))
+        continue
+      layers = state.model.layout[segment].layer_indices(place)
+      for n, *pair in zip(layers, old[...], new[...], strict=True):
+        found.setdefault(n, set()).update(moved(*[[x] for x in pair], role_name(old)))
+    assert not found[0 if step < 2 else 1]
+    if step < 2:
+      assert found[1] == {"matrix"} and found["none"] == {"head"}
+    else:
+      assert {"matrix", "norm"} <= found[0] and "embedding" in found["none"]
 
 
 def test_the_optimizer_goes_on_as_if_all_of_them_moved(mesh):

@@ -1,6 +1,8 @@
 """A run on a mixture: the losses of its sources, another phase on the way, evaluation by source."""
 
+import dataclasses
 import math
+import shutil
 
 import jax
 import numpy as np
@@ -88,6 +90,29 @@ def test_a_phase_is_as_if_it_had_been_there_whenever_the_run_stops(make, tmp_pat
   assert all(score[f"eval/{name}/tokens"] for name in NAMES)
   total = sum(score[f"eval/{n}/loss"] * score[f"eval/{n}/tokens"] for n in NAMES)
   assert math.isclose(total / score["eval/tokens"], score["eval/loss"], rel_tol=1e-6)
+
+
+def test_phases_that_train_some_roles_resume_bit_for_bit(make, tmp_path):
+  """From a checkpoint before, at and behind the step at which other roles begin to move."""
+  first, second = SWITCHED
+  phases = (
+    dataclasses.replace(first, trains=("head",)),
+    dataclasses.replace(second, trains=("embedding", "matrix")),
+  )
+  cfg = make(data__phases=phases, checkpoint__every_steps=1, checkpoint__keep=6)
+  state = train(cfg, tmp_path / "run")
+  losses = logged(tmp_path / "run", "train/loss")
+  for step in (3, 4, 5):
+    resumed = shutil.copytree(tmp_path / "run", tmp_path / f"from_{step}")
+    assert_same(train(cfg, resumed, resume_step=step), state)
+    assert logged(resumed, "train/loss") == losses
+  # The other order ends elsewhere, as does a run in which all of them move.
+  swapped = tuple(
+    dataclasses.replace(a, trains=b.trains) for a, b in zip(phases, reversed(phases), strict=True)
+  )
+  for other in (swapped, SWITCHED):
+    end = train(make(data__phases=other), tmp_path / str(other is swapped))
+    assert not np.array_equal(end.model.head.weight[...], state.model.head.weight[...])
 
 
 def test_the_loss_of_a_source_is_that_of_its_tokens_alone(make):
