@@ -29,7 +29,6 @@ from kernels_pallas.grouped_matmul import slots as mosaic
 from kernels_triton import decode_slots
 from kernels_triton import slots as triton_slots
 
-
 # Documents that are shorter if a row is full of them cost cuDNN's attention more than Triton's, if
 # there is but one (docs/lab/records/attention_packed.csv).
 TOKENS_OF_DOCUMENT = 128
