@@ -109,10 +109,12 @@ def cuda_kernel(
 def cudnn_reserve(cfg: Config, device: Device) -> str:
   """Why cuDNN's attention is no default for a config, "" if it is.
 
-  It takes time for each document that a row may hold, as Triton's does not.
+  It takes time for each document that a row may hold, as Triton's does not: measured on Hopper.
   """
   documents, seq_len = cfg.data.max_segments, cfg.data.seq_len
-  if seq_len > TOKENS_OF_DOCUMENT * documents or requirements.triton_attention(cfg, device):
+  if device.capability != "9.0" or seq_len > TOKENS_OF_DOCUMENT * documents:
+    return ""
+  if requirements.triton_attention(cfg, device):
     return ""
   return f"data.max_segments={documents} are many documents for rows of data.seq_len={seq_len}"
 

@@ -284,6 +284,7 @@ def config_for(**changes):
     (FEW, HOPPER, "cudnn", "flash attention"),
     (FEW, ("gpu", "10.0"), "cudnn", "flash attention"),
     (FEW | {"data__max_segments": 17}, HOPPER, "triton", "FlexAttention's speed"),
+    (FEW | {"data__max_segments": 17}, ("gpu", "10.0"), "cudnn", "flash attention"),
     ({"ops__kernels": {"attention": "cudnn"}}, HOPPER, "cudnn", "ops.kernels=attention=cudnn"),
     ({"ops__kernels": {"attention": "xla"}}, HOPPER, "xla", "ops.kernels=attention=xla"),
     ({"ops__kernels": {"attention": "xla"}, "ops__strict": True}, HOPPER, "xla", "attention=xla"),
