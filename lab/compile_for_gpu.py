@@ -20,7 +20,7 @@ from ats_jax import exits
 from ats_jax.config import Config
 from ats_jax.planner.abstract import resolve_without_data
 from ats_jax.planner.describe import describe, planned_bytes
-from ats_jax.planner.memory import with_attention
+from ats_jax.planner.memory import with_kernels
 from ats_jax.step import program as programs
 from ats_jax.verbs import cli
 from lab.ahead import DEVICES, compiled
@@ -55,7 +55,8 @@ def main(argv: list[str]) -> int:
   devices = f"{_DEVICES.value} x {DEVICES[_GPU.value].name}"
   needs = programs.predicted_bytes(step) / GIB
   ran = {choice.op.split(".")[0]: choice.implementation for choice in made.choices}
-  planned = planned_bytes(describe(with_attention(cfg, ran["attention"]), _DEVICES.value)) / GIB
+  named = {op: ran[op] for op in ("attention", "grouped_matmul") if op in ran}
+  planned = planned_bytes(describe(with_kernels(cfg, **named), _DEVICES.value)) / GIB
   print(
     f"{made.counts.parameters / 1e9:.2f}B parameters on {devices}: the step needs {needs:.2f} GiB "
     f"(the planner estimates {planned:.2f}); compiled here in {secs:.0f} s."

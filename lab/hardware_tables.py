@@ -14,7 +14,7 @@ from ats_jax.config.file import load_file
 from ats_jax.metrics.memory import GIB
 from ats_jax.planner.describe import describe, planned_bytes
 from ats_jax.planner.hardware import typical
-from ats_jax.planner.memory import with_attention
+from ats_jax.planner.memory import with_kernels
 
 RECORDS = Path(__file__).parents[1] / "docs" / "lab" / "records"
 STEPS, OPS_COMPILED = RECORDS / "compiled.csv", RECORDS / "compiled_ops.csv"
@@ -49,7 +49,7 @@ class Planned(NamedTuple):
 def planned_card(variant: str) -> Planned:
   """The plan of a variant of `CARDS`, from shapes alone; with the attention that was compiled."""
   cfg = from_config_dict(load_file(f"card:{variant}"))
-  cfg = with_attention(cfg, compiled_card(variant)["attention"])
+  cfg = with_kernels(cfg, attention=compiled_card(variant)["attention"])
   plan = describe(cfg, 1, typical(CARDS[variant][0]))
   tokens = cfg.data.batch_size * cfg.data.seq_len
   speed = tokens / plan["step_seconds"]["likely"]

@@ -5,6 +5,7 @@ Typical rates tell which of several plans is faster, and the time of a step roug
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -15,9 +16,10 @@ from ats_jax.config.schema import Config
 from ats_jax.metrics.peaks import peak_flops
 from ats_jax.ops.attention import chunked
 from ats_jax.ops.registry import asked_for
-from ats_jax.planner.memory import with_attention
+from ats_jax.planner.memory import with_kernels
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+_HOPPER = re.compile("NVIDIA (H100|H200|H800|H20|GH200)")
 _FIELDS = ("device_kind", "devices", "matmul_flops", "memory_bytes_per_sec", "collectives")
 
 
@@ -185,10 +187,20 @@ def with_format_of(cfg: Config, kind: str) -> Config:
   return dataclasses.replace(cfg, precision=precision)
 
 
-def with_attention_of(cfg: Config, kind: str) -> Config:
-  """`cfg` that names attention in chunks if a GPU of the kind runs nothing else: before sm_80."""
-  is_free = "attention.forward" not in asked_for(cfg) and not chunked.reserve(cfg)
-  return with_attention(cfg, "chunked") if is_free and _is_older(kind) else cfg
+def with_kernels_of(cfg: Config, kind: str) -> Config:
+  """`cfg` that names what a GPU of the kind runs, if it needs other memory than cuDNN and Mosaic.
+
+  That is attention in chunks before sm_80, and from there on Triton's grouped matmul, but on
+  Hopper.
+  """
+  asked, is_nvidia = asked_for(cfg), kind.startswith("NVIDIA ")
+  if _is_older(kind):
+    is_free = "attention.forward" not in asked and not chunked.reserve(cfg)
+    return with_kernels(cfg, attention="chunked") if is_free else cfg
+  is_free = cfg.moe.num_experts and "grouped_matmul.forward" not in asked
+  if is_free and is_nvidia and not _HOPPER.match(kind):
+    return with_kernels(cfg, grouped_matmul="triton")
+  return cfg
 
 
 def _is_older(kind: str) -> bool:

@@ -310,9 +310,9 @@ def _kept_by(pullback: Callable, *args: Any) -> int:
   return sum(device_bytes(v.aval) for v in kept)
 
 
-def with_attention(cfg: Config, implementation: str) -> Config:
-  """`cfg` with `ops.kernels` that name the implementation of attention."""
-  kernels = Table(cfg.ops.kernels, attention=implementation)
+def with_kernels(cfg: Config, **implementations: str) -> Config:
+  """`cfg` with `ops.kernels` that name the implementations of some ops."""
+  kernels = Table(cfg.ops.kernels, **implementations)
   return dataclasses.replace(cfg, ops=dataclasses.replace(cfg.ops, kernels=kernels))
 
 
@@ -367,7 +367,8 @@ def _compute_weights(cfg: Config, model: Decoder) -> tuple[int, int]:
   of the backward pass those of a super-block. XLA makes those of an unrolled stack once, for both
   passes, unless remat has it gather them twice. With `mesh.keep_gathered` it does not, and keeps a
   copy of the others too. Experts that are gathered for both without remat are among the
-  activations. Codes are decoded anew for each pass, a matmul at a time (`_num_decoded`).
+  activations. Codes are decoded anew for each pass, a matmul at a time (`_num_decoded`). Triton's
+  grouped matmul reads whole arrays, so XLA copies the experts of all layers out of their stack.
   """
   dtype = jnp.dtype(cfg.precision.compute_dtype)
   keeps = cfg.mesh.keep_gathered and cfg.step.remat != "none"
@@ -388,9 +389,11 @@ def _compute_weights(cfg: Config, model: Decoder) -> tuple[int, int]:
   again = num_shards("embed") > 1 and cfg.step.remat != "none" and not cfg.mesh.keep_gathered
   if not is_unrolled(cfg, "gpu") or again:
     return head + largest, largest
+  by_triton = asked_for(cfg).get("grouped_matmul.forward", ("", ""))[1] == "triton"
   counts = lambda p: cfg.step.remat != "none" or p.role is not Role.EXPERT
+  copied = lambda p: keeps or (by_triton and p.role is Role.EXPERT)
   layers = sum(
-    segment.repeats * sum(of_param(p, always=keeps) for p in plain(block) if counts(p))
+    segment.repeats * sum(of_param(p, always=copied(p)) for p in plain(block) if counts(p))
     for segment, block in zip(model.layout, model.segments, strict=True)
   )
   return head + max(largest, layers // num_stages()), largest

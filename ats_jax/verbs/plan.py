@@ -15,7 +15,7 @@ from ats_jax.planner.abstract import resolve_without_data
 from ats_jax.planner.advice import fit_lines, memory_lines
 from ats_jax.planner.budget import budget, parse_law, render_budget
 from ats_jax.planner.fit import fit
-from ats_jax.planner.hardware import TYPICAL, Hardware, typical, with_attention_of, with_format_of
+from ats_jax.planner.hardware import TYPICAL, Hardware, typical, with_format_of, with_kernels_of
 from ats_jax.planner.widths import check_widths, render_slopes
 from ats_jax.verbs import cli
 
@@ -121,7 +121,7 @@ def main(argv: list[str]) -> None:
   del argv
   rates = Hardware.load(Path(_HARDWARE.value).expanduser()) if _HARDWARE.value else None
   kind = (rates or typical(_DEVICE.value)).device_kind
-  cfg = with_attention_of(with_format_of(_CONFIG.value, kind), kind)
+  cfg = with_kernels_of(with_format_of(_CONFIG.value, kind), kind)
   if _FIT.value:
     _print_fitted(cfg, rates)
     return

@@ -23,8 +23,8 @@ from ats_jax.planner.hardware import (
   TYPICAL,
   Hardware,
   typical,
-  with_attention_of,
   with_format_of,
+  with_kernels_of,
 )
 from ats_jax.sharding.rules import MESH_AXES, ZERO_AXES
 
@@ -230,8 +230,10 @@ def test_typical_rates():
     assert with_format_of(asked, row.kind).precision.compute_dtype == dtype
     named = {} if row.bfloat16 else {"attention": "chunked"}
     long = dataclasses.replace(asked, data=dataclasses.replace(asked.data, seq_len=2048))
-    assert with_attention_of(long, row.kind).ops.kernels == named
-    assert with_attention_of(asked, row.kind) == asked  # short rows have all scores at once
+    assert with_kernels_of(long, row.kind).ops.kernels == named
+    assert with_kernels_of(asked, row.kind) == asked  # short rows have all scores at once
+    experts = with_kernels_of(tiny_config({"moe.num_experts": 4}), row.kind).ops.kernels
+    assert experts == ({} if name in ("H100", "H200", "T4") else {"grouped_matmul": "triton"})
     gathered = rates.seconds("all_gather", 2**30, 8)
     assert gathered == pytest.approx(2**30 * 7 / 8 / (row.link * 1e9), rel=0.03)
     assert rates.seconds("all_reduce", 2**30, 8) == pytest.approx(2 * gathered, rel=0.02)

@@ -209,7 +209,11 @@ def test_weights_in_the_compute_dtype():
 
   assert part(step__scan_unroll=2) == 2 * layer + head
   assert part(step__scan_unroll=1) == layer + head
-  assert part(step__scan_unroll=2, precision__param_dtype="bfloat16") == 2 * (2 * 32 * 2)  # norms
+  bfloat16 = {"step__scan_unroll": 2, "precision__param_dtype": "bfloat16"}
+  assert part(**bfloat16) == 2 * (2 * 32 * 2)  # norms
+  experts = bfloat16 | {"moe__num_experts": 4}
+  copied = part(**experts, ops__kernels={"grouped_matmul": "triton"}) - part(**experts)
+  assert copied == 2 * 4 * 3 * 32 * tiny_config({"moe.num_experts": 4}).moe.d_ff * 2
 
 
 def test_what_codes_and_frozen_matrices_need():
