@@ -129,7 +129,8 @@ def _backward(kernels, cuts, residuals, gradients):
     dx_TK = multiply(dy8_TN, scale_dy, w8_KN, scale_w, dy_TN.dtype)
     if is_frozen:
       return dx_TK, None
-    dw_KN = multiply(x8_KT, scale_x, dy8_NT, scale_dy, like.dtype)
+    # Rounded before devices add theirs up, whatever XLA would fuse it with.
+    dw_KN = _materialise(multiply(x8_KT, scale_x, dy8_NT, scale_dy, like.dtype))
     if cut is not None:
       dw_KN = reduce_scatter_shards(dw_KN, cut.axis, cut.dim)
     return dx_TK, dw_KN
