@@ -18,7 +18,7 @@ from ats_jax.inference.engine.request import Finished, Request
 from ats_jax.inference.engine.schedule import Draft, Drawn, Runner, Scheduler, Tokens
 from ats_jax.inference.text import StopText
 
-AHEAD = 2  # steps that are started before one is read
+STEPS_AHEAD = 2  # steps that are started before one is read
 
 
 class Likeliest(NamedTuple):
@@ -96,7 +96,7 @@ class Engine:
       draft: guesses how texts go on. Right guesses save steps, and draws are as without: with the
         same seed the same tokens, but for rounding. Not for models whose layers skip tokens.
     """
-    self._runner, self._tokenizer, self._ahead = runner, tokenizer, 0 if draft else AHEAD
+    self._runner, self._tokenizer, self._ahead = runner, tokenizer, 0 if draft else STEPS_AHEAD
     self._scheduler = Scheduler(runner, share=share, draft=draft)
     self._texts: dict[int, _Text] = {}
     self._handles: collections.deque[Any] = collections.deque()  # of steps in flight

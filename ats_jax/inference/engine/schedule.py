@@ -22,7 +22,7 @@ from ats_jax.inference.engine.pages import Pages, chained
 from ats_jax.inference.engine.request import Finished, Request
 
 # Pages that a row gets at once where there are enough: the device waits whenever it is sent some.
-AHEAD = 8
+PAGES_AHEAD = 8
 
 
 class Chunk(NamedTuple):
@@ -444,7 +444,7 @@ class Scheduler:
     left = self._pages.available // (2 * len(self._running))
     # Guesses are sent with all pages at each step, and behind a window there are to be few.
     one = self._draft or self._shape.window or self._short
-    job.pages += self._pages.take(1 if one else max(1, min(AHEAD, wanted, left)))
+    job.pages += self._pages.take(1 if one else max(1, min(PAGES_AHEAD, wanted, left)))
     return True
 
   def _take_back(self, jobs: Sequence[_Job]) -> None:

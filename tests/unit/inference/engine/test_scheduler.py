@@ -4,7 +4,7 @@ import numpy as np
 from fake_device import FakeDevice
 
 from ats_jax.inference.engine.request import Finished, Request, Sampling
-from ats_jax.inference.engine.schedule import AHEAD, Scheduler, Tokens
+from ats_jax.inference.engine.schedule import PAGES_AHEAD, Scheduler, Tokens
 
 LETTER, END = 7, 9
 
@@ -100,7 +100,7 @@ def test_a_row_gets_several_pages_and_gives_back_what_it_has_not_reached():
   made = scheduler([4], num_pages=40, max_rows=2, max_pages_per_row=40, chunk=160, max_tokens=60)
   made.plan()
   tables = {len(row.pages) for _ in range(20) for row in made.plan().decode}
-  assert tables == {1 + AHEAD}  # of which the tokens fill six
+  assert tables == {1 + PAGES_AHEAD}  # of which the tokens fill six
   for _ in range(21):
     made.complete(drawn())
   submit(made, 1, 32 * 4)
