@@ -348,14 +348,14 @@ class ModelRunner:
     Most steps go on with the same rows and pages. Then nothing is sent.
     """
     last = self._last
-    if last is None or last.of_rows.is_deleted():  # a Ctrl-C came between a program and its result
-      of_rows, settings, which = self._of_rows(rows, wide=self._reads != "xla")
-      return jnp.asarray(of_rows), settings, which
-    if last.goes_on(rows):
+    if last is not None and last.of_rows.is_deleted():  # a Ctrl-C came before its result
+      last = None
+    if last is not None and last.goes_on(rows):
       return last.of_rows, last.settings, last.which
     of_rows, settings, which = self._of_rows(rows, wide=self._reads != "xla")
-    same = of_rows.shape == last.of_rows.shape
-    return self._put(last.of_rows, of_rows) if same else jnp.asarray(of_rows), settings, which
+    if last is not None and of_rows.shape == last.of_rows.shape:
+      return self._put(last.of_rows, of_rows), settings, which
+    return jnp.asarray(of_rows), settings, which
 
   def _before(self, rows: int, which: Draw) -> Drawn:
     """What `decode` may write its draws to."""
