@@ -29,8 +29,9 @@ from kernels_pallas.grouped_matmul import slots as mosaic
 from kernels_triton import decode_slots
 from kernels_triton import slots as triton_slots
 
-# Documents that are shorter if a row is full of them cost cuDNN's attention more than Triton's, if
-# there is but one (docs/lab/records/attention_packed.csv).
+# cuDNN's attention takes time for each document that a row may hold. In rows of 4,096 tokens of one
+# document it was faster than Triton's if they may hold 16, and slower with 64; so the limit is set
+# to 32 of them (docs/lab/records/attention_packed.csv). Other lengths were not measured.
 TOKENS_OF_DOCUMENT = 128
 
 

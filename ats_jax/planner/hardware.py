@@ -190,7 +190,7 @@ def with_format_of(cfg: Config, kind: str) -> Config:
 def with_kernels_of(cfg: Config, kind: str) -> Config:
   """`cfg` that names what a GPU of the kind runs, if it needs other memory than cuDNN and Mosaic.
 
-  That is attention in chunks before sm_80, and from there on Triton's grouped matmul, but on
+  That is attention in chunks before sm_80, and Triton's grouped matmul from sm_80 on, except on
   Hopper.
   """
   asked, is_nvidia = asked_for(cfg), kind.startswith("NVIDIA ")

@@ -260,7 +260,7 @@ def test_cached_attention_equals_full_attention_for_any_split(parts):
 
 HOPPER, AMPERE, TURING = ("gpu", "9.0"), ("gpu", "8.0"), ("gpu", "7.5")
 LONG = {"data__seq_len": 2048}
-FEW = {"data__seq_len": 2100, "data__max_segments": 16}  # documents for so long rows
+FEW = {"data__seq_len": 2100, "data__max_segments": 16}  # under one for 128 tokens
 
 
 @pytest.fixture
