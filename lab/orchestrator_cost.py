@@ -1,12 +1,12 @@
 r"""What the orchestrator costs: the time of a step with it and without, in turns, on one machine.
 
-One state is trained on random rows by two programs of `ats_jax train` in turns: with
-`orchestrator.mode=act`, its looks, its probe and its snapshots, and with `off`. Each turn is
-`--window` steps that end with a wait, so that what runs beside the steps is counted: looks and
-snapshots fall into the turns as their settings say. The first snapshots take longer, most likely to
-get their memory, so `--warm_up` turns of each come first. Prints a table, with how long each step
+One state is trained on random rows by two programs of `ats_jax train` in turns: with the
+orchestrator in `--mode`, its looks, its probe and its snapshots, and with `orchestrator.mode=off`.
+Each turn is `--window` steps that end with a wait, so that what runs beside the steps is counted:
+looks and snapshots fall into the turns as their settings say. The first snapshots take longer, most
+likely to get their memory, so `--warm_up` turns of each come first. Prints a table, with how long each step
 takes to compile.
-Command: python -m lab.orchestrator_cost --config=configs/dense_1_5b.py [--window=10] \
+Command: python -m lab.orchestrator_cost --config=configs/dense_1_5b.py [--mode=act] [--window=10] \
   [--turns=20] [--config.step.remat=names]
 """
 
@@ -33,6 +33,7 @@ from ats_jax.verbs import cli
 from lab.runs import markdown
 
 _CONFIG = cli.ConfigFlag()
+_MODE = flags.DEFINE_enum("mode", "act", ["act", "observe"], "Of the orchestrator.")
 _WINDOW = flags.DEFINE_integer("window", 10, "Steps of a turn.", lower_bound=2)
 _TURNS = flags.DEFINE_integer("turns", 20, "Turns of each.", lower_bound=2)
 PROBE_TOKENS = 64 * 256
@@ -66,7 +67,7 @@ def begin(cfg: Config, mode: str, probe: Batch, state: TrainState | None) -> tup
   began = time.perf_counter()
   step = program.compile_train_step(state, program.training_rules(cfg.num_steps))
   secs = time.perf_counter() - began
-  supervisor = Supervisor(program, probe) if mode == "act" else NoSupervisor()
+  supervisor = NoSupervisor() if mode == "off" else Supervisor(program, probe)
   supervisor.start(0, state)
   return Run(program, step, supervisor, secs, predicted_bytes(step) / 2**30), state
 
@@ -96,14 +97,15 @@ def main(argv: list[str]) -> None:
       random_batch((PROBE_TOKENS // cfg.data.seq_len, cfg.data.seq_len), cfg.model.vocab_size), mesh
     )
     runs = {}
-    runs["act"], state = begin(cfg, "act", probe, None)
+    with_it = _MODE.value
+    runs[with_it], state = begin(cfg, with_it, probe, None)
     control, reflex = state.control, state.reflex
     runs["off"], state = begin(cfg, "off", probe, state)
     secs: dict[str, list[float]] = {mode: [] for mode in runs}
     for number in range(_WARM_UP.value + _TURNS.value):
       others = _WINDOW.value if number else 0
       for mode, run in runs.items():
-        if mode == "act":
+        if mode == with_it:
           assert reflex is not None
           # What the other program did in its turn is none of its business.
           own = {"knows": jnp.zeros_like(reflex.knows), "updates": reflex.updates + others}
@@ -111,7 +113,7 @@ def main(argv: list[str]) -> None:
           reflex = reflex._replace(**own)
           state = dataclasses.replace(state, step=count, control=control, reflex=reflex)
         state, took = turn(run, state, number * _WINDOW.value, batch)
-        if mode == "act":
+        if mode == with_it:
           control, reflex = state.control, state.reflex
           state = dataclasses.replace(state, control=None, reflex=None)
         print(mode, number - _WARM_UP.value, f"{1e3 * took:.2f} ms", flush=True)
@@ -128,13 +130,13 @@ def main(argv: list[str]) -> None:
     for mode, run in runs.items()
   ]
   print(markdown(["", "ms a step", "turns", "compiles in, s", "GiB of the step"], table))
-  pairs = np.divide(secs["act"], secs["off"])
+  pairs = np.divide(secs[with_it], secs["off"])
   looks = _TURNS.value * _WINDOW.value / cfg.orchestrator.check_interval
-  whole = sum(secs["act"]) / sum(secs["off"]) - 1.0
+  whole = sum(secs[with_it]) / sum(secs["off"]) - 1.0
   print(
     f"with it a step takes {100 * (np.median(pairs) - 1):+.2f} % (median of {len(pairs)} turns; "
     f"{', '.join(f'{100 * (pair - 1):+.2f}' for pair in pairs)}), all of them together "
-    f"{100 * whole:+.2f} % with {looks:g} looks; {len(runs['act'].supervisor.decisions)} decisions."
+    f"{100 * whole:+.2f} % with {looks:g} looks; {len(runs[with_it].supervisor.decisions)} decisions."
   )
 
 
