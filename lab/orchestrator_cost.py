@@ -4,8 +4,8 @@ One state is trained on random rows by two programs of `ats_jax train` in turns:
 orchestrator in `--mode`, its looks, its probe and its snapshots, and with `orchestrator.mode=off`.
 Each turn is `--window` steps that end with a wait, so that what runs beside the steps is counted:
 looks and snapshots fall into the turns as their settings say. The first snapshots take longer, most
-likely to get their memory, so `--warm_up` turns of each come first. Prints a table, with how long each step
-takes to compile.
+likely to get their memory, so `--warm_up` turns of each come first. Prints a table, with how long
+each step takes to compile.
 Command: python -m lab.orchestrator_cost --config=configs/dense_1_5b.py [--mode=act] [--window=10] \
   [--turns=20] [--config.step.remat=names]
 """
@@ -132,11 +132,12 @@ def main(argv: list[str]) -> None:
   print(markdown(["", "ms a step", "turns", "compiles in, s", "GiB of the step"], table))
   pairs = np.divide(secs[with_it], secs["off"])
   looks = _TURNS.value * _WINDOW.value / cfg.orchestrator.check_interval
+  decisions = len(runs[with_it].supervisor.decisions)
   whole = sum(secs[with_it]) / sum(secs["off"]) - 1.0
   print(
     f"with it a step takes {100 * (np.median(pairs) - 1):+.2f} % (median of {len(pairs)} turns; "
     f"{', '.join(f'{100 * (pair - 1):+.2f}' for pair in pairs)}), all of them together "
-    f"{100 * whole:+.2f} % with {looks:g} looks; {len(runs[with_it].supervisor.decisions)} decisions."
+    f"{100 * whole:+.2f} % with {looks:g} looks; {decisions} decisions."
   )
 
 
