@@ -28,24 +28,8 @@ def capped(s, soft_cap: tl.constexpr):
 
 
 @triton.jit
-def load_turned(start, columns, cos, sin, row, width: tl.constexpr, mask=None):
-  """Load vectors [..., width] of a row, and rotate their pairs (i, i + width / 2) in float32.
-
-  start: where each vector begins; cos and sin [rows, width / 2] in float32.
-  """
-  half: tl.constexpr = width // 2
-  x = tl.load(start + columns, mask=mask)
-  partner = tl.load(start + (columns ^ half), mask=mask).to(tl.float32)
-  cos = tl.load(cos + row * half + columns % half)
-  sin = tl.load(sin + row * half + columns % half)
-  return (x.to(tl.float32) * cos + tl.where(columns < half, -partner, partner) * sin).to(x.dtype)
-
-
-@triton.jit
 def paged_attention(
   new,
-  cos,
-  sin,
   pages,
   scales,
   table,
@@ -69,15 +53,15 @@ def paged_attention(
 ):
   """A program attends with the queries of one key head to one of `splits` parts of a row's keys.
 
-  new [rows, heads and twice kv_heads, width], queries, keys and values of the token, of which the
-  first two are rotated by cos and sin [rows, width / 2], pages [pages, page, kv_heads, keys and
-  values of width], table [rows, row_pages], lengths [rows] with the token itself, into [rows], its
-  slot among those of all pages, -1 = none; parts [rows, kv_heads, splits, group, width] and lse
-  [rows, kv_heads, splits, group] in float32, with a group of heads / kv_heads; written, the pages,
-  into which the token is put. A part without a key is 0, and has an lse of -inf.
+  new [rows, heads and twice kv_heads, width], queries, keys and values of the token, pages [pages,
+  page, kv_heads, keys and values of width], table [rows, row_pages], lengths [rows] with the token
+  itself, into [rows], its slot among those of all pages, -1 = none; parts [rows, kv_heads, splits,
+  group, width] and lse [rows, kv_heads, splits, group] in float32, with a group of heads /
+  kv_heads; written, the pages, into which the token is put. A part without a key is 0, and has an
+  lse of -inf.
 
-  With scales [pages, page, kv_heads, 2] the pages have the token already: new has rotated queries
-  only, cos, sin, into and written are None. With `e4m3` pages in int8 are the bits of that format.
+  With scales [pages, page, kv_heads, 2] the pages have the token already: new has queries only,
+  into and written are None. With `e4m3` pages in int8 are the bits of that format.
   """
   row, head = tl.program_id(0) // kv_heads, tl.program_id(0) % kv_heads
   group: tl.constexpr = heads // kv_heads
@@ -91,18 +75,14 @@ def paged_attention(
   begin = first // page * page + tl.program_id(1) * each
   end = tl.minimum(begin + each, length)
   queries, columns = tl.arange(0, block_m), tl.arange(0, width)
-  q_rows = new + (row * row_heads + head * group + queries)[:, None] * width
-  is_query = queries < group
+  at = (row * row_heads + head * group + queries)[:, None] * width + columns[None, :]
+  q_tile = tl.load(new + at, mask=queries[:, None] < group, other=0.0)
   y = tl.zeros([block_m, width], tl.float32)
   top = tl.full([block_m], float("-inf"), tl.float32)
   total = tl.zeros([block_m], tl.float32)
-  if scales is not None:
-    q_tile = tl.load(q_rows + columns[None, :], mask=is_query[:, None], other=0.0)
-  else:
-    q_tile = load_turned(q_rows, columns[None, :], cos, sin, row, width, is_query[:, None])
-    of_token = new + (row * row_heads + heads + head) * width
-    key = load_turned(of_token, columns, cos, sin, row, width)
-    value = tl.load(of_token + kv_heads * width + columns)
+  if scales is None:
+    of_token = new + (row * row_heads + heads + head) * width + columns
+    key, value = tl.load(of_token), tl.load(of_token + kv_heads * width)
     is_last = (begin < length) & (end == length)  # the token is of this part
     slot = tl.load(into + row).to(tl.int64)
     if is_last & (slot >= 0):
@@ -142,6 +122,7 @@ def paged_attention(
   y = tl.where(some[:, None], y / tl.where(some, total, 1.0)[:, None], 0.0)
   log_sum = tl.where(some, (top + tl.log2(tl.where(some, total, 1.0))) / LOG2_E, float("-inf"))
   part = (row * kv_heads + head) * splits + tl.program_id(1)
+  is_query = queries < group
   of_part = (part * group + queries)[:, None] * width + columns[None, :]
   tl.store(parts + of_part, y, mask=is_query[:, None])
   tl.store(lse + part * group + queries, log_sum, mask=is_query)

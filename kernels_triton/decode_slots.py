@@ -1,7 +1,7 @@
 """The slots of the op `paged_attention`.
 
-Letters: B rows, N query heads, K key/value heads, H head_dim, R half of it, X keys and values of a
-head, G pages in all, P slots of a page, W pages of a row.
+Letters: B rows, N query heads, K key/value heads, H head_dim, X keys and values of a head, G pages
+in all, P slots of a page, W pages of a row.
 """
 
 import jax
@@ -12,16 +12,14 @@ from kernels_triton.call import call
 
 
 def paged_attention(
-  q_BNH, k_BKH, v_BKH, cos_BR, sin_BR, pages_GPKX, table_BW, length_B, slot_B, *, window, soft_cap
+  q_BNH, k_BKH, v_BKH, pages_GPKX, table_BW, length_B, slot_B, *, window, soft_cap
 ) -> tuple[jax.Array, jax.Array]:
   """One token a row, which is put into a slot of all, and whose query sees `length_B` of its row.
 
-  Its query and key are rotated first. Parts of a row in parallel, then joined.
+  Parts of a row in parallel, then joined.
   """
-  # Flat, for XLA to see that slices of one array, which they mostly are, make up that array.
-  flat = [x.reshape(len(x), -1) for x in (q_BNH, k_BKH, v_BKH)]
-  arrays = {"new": jnp.concatenate(flat, axis=1), "cos": cos_BR, "sin": sin_BR}
-  arrays |= {"pages": pages_GPKX, "table": table_BW, "lengths": length_B, "into": slot_B}
+  arrays = {"new": jnp.concatenate([q_BNH, k_BKH, v_BKH], axis=1), "pages": pages_GPKX}
+  arrays |= {"table": table_BW, "lengths": length_B, "into": slot_B}
   y_BNH, pages_GPKX = _attention(q_BNH.shape, arrays, window, soft_cap)
   return y_BNH, pages_GPKX
 

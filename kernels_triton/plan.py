@@ -199,8 +199,7 @@ def paged_attention(
     "e4m3": e4m3,
     "block_m": max(16, 1 << (heads // kv_heads - 1).bit_length()),
   }
-  unused = ("cos", "sin", "into", "written") if scaled else ("scales",)
-  constants |= dict.fromkeys(unused)
+  constants |= {"into": None, "written": None} if scaled else {"scales": None}
   tiles = [tile for tile in PAGED if page % tile.blocks["block_n"] == 0]
   return Launch(
     "decode", "paged_attention", constants, tiles, lambda blocks: (rows * kv_heads, splits)

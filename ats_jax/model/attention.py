@@ -40,15 +40,11 @@ class Attended(Protocol):
     v_BTKH: jax.Array,
     index_BT: jax.Array,
     *,
-    rotation: RopeTable,
     window: int | None,
     soft_cap: float | None,
     sinks_N: jax.Array | None,
   ) -> tuple[jax.Array, Self]:
-    """The output like the queries, and what holds the new tokens too (see `cached_attention`).
-
-    Queries and keys come without their positions: `rotation` has those.
-    """
+    """The output like the queries, and what holds the new tokens too (see `cached_attention`)."""
     ...
 
 
@@ -63,11 +59,9 @@ class KVCache(NamedTuple):
     """As of `Attended`."""
     return self.k_BSKH.shape[1]
 
-  def attend(
-    self, q_BTNH, k_BTKH, v_BTKH, index_BT, *, rotation, **options
-  ) -> tuple[jax.Array, "KVCache"]:
-    """As of `Attended`; XLA's operations."""
-    new = (rope(q_BTNH, rotation), rope(k_BTKH, rotation), v_BTKH)
+  def attend(self, q_BTNH, k_BTKH, v_BTKH, index_BT, **options) -> tuple[jax.Array, "KVCache"]:
+    """As of `Attended`."""
+    new = (q_BTNH, k_BTKH, v_BTKH)
     y_BTNH, *updated = cached_attention(*new, self.k_BSKH, self.v_BSKH, index_BT, **options)
     return y_BTNH, KVCache(*updated)
 
@@ -128,10 +122,10 @@ class Attention(nnx.Module):
     Returns:
       The output [batch, seq, d_model] and the extended cache (None without one).
     """
+    q_BTNH, k_BSKH, v_BSKH = self.heads(x_BTD, table, fp8=fp8)
     sinks_N = None if self.sinks is None else self.sinks[...]
     if cache is None:
       assert segment_ids_BT is not None
-      q_BTNH, k_BSKH, v_BSKH = self.heads(x_BTD, table, fp8=fp8)
       y_BTNH = attention(
         q_BTNH,
         k_BSKH,
@@ -147,9 +141,10 @@ class Attention(nnx.Module):
     else:
       assert index_BT is not None
       y_BTNH, cache = cache.attend(
-        *self._unrotated(x_BTD, fp8),
+        q_BTNH,
+        k_BSKH,
+        v_BSKH,
         index_BT,
-        rotation=table,
         window=self.window,
         soft_cap=self.soft_cap,
         sinks_N=sinks_N,
@@ -160,17 +155,13 @@ class Attention(nnx.Module):
     self, x_BTD: jax.Array, table: RopeTable, *, fp8: bool = False
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Compute queries, keys and values, [batch, seq, heads, head_dim], as the op takes them."""
-    q_BTNH, k_BSKH, v_BSKH = self._unrotated(x_BTD, fp8)
-    q_BTNH = rope(q_BTNH, table, self.num.kernels)
-    k_BSKH = rope(k_BSKH, table, self.num.kernels)
-    return q_BTNH, k_BSKH, v_BSKH
-
-  def _unrotated(self, x_BTD: jax.Array, fp8: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
     q_BTNH, k_BSKH, v_BSKH = project(x_BTD, (self.q, self.k, self.v), fp8=fp8)
     if self.q_norm is not None and self.k_norm is not None:
       q_BTNH, k_BSKH = self._normal(q_BTNH, self.q_norm), self._normal(k_BSKH, self.k_norm)
     if self.stretch != 1.0:
       q_BTNH *= self.stretch
+    q_BTNH = rope(q_BTNH, table, self.num.kernels)
+    k_BSKH = rope(k_BSKH, table, self.num.kernels)
     return q_BTNH, k_BSKH, v_BSKH
 
   def empty_cache(self, shape: tuple[int, int, int], dtype: jnp.dtype) -> KVCache:

@@ -7,7 +7,6 @@ import pytest
 
 from ats_jax.ops.attention.paged import narrowed, paged_attention, slot_of
 from ats_jax.ops.registry import Kernels
-from ats_jax.ops.rope import rope_table
 
 pytestmark = pytest.mark.gpu
 
@@ -29,19 +28,17 @@ def test_steps_write_pages_and_read_them(dtype, options):
   lengths = jnp.asarray(rng.integers(0, ROW_PAGES * PAGE - STEPS, (ROWS, 1)), jnp.int32)
   triton = Kernels(((f"paged_attention.{slot_of(pages[0].dtype)}", "triton"),))
   step = lambda kernels: jax.jit(
-    lambda *args: paged_attention(*args, kernels=kernels, **options), donate_argnums=4
+    lambda *args: paged_attention(*args, kernels=kernels, **options), donate_argnums=3
   )
   by_triton, by_xla = step(triton), step(Kernels())
   copy = lambda arrays: tuple(jnp.array(x) for x in arrays)
   got_pages, want_pages = copy(pages), copy(pages)
   for at in range(STEPS):  # over the end of a page
     new = (drawn(ROWS, 1, HEADS, WIDTH), *(drawn(ROWS, 1, KV_HEADS, WIDTH) for _ in range(2)))
-    rotation = rope_table(lengths + at, WIDTH, 500_000.0)
-    got, got_pages = by_triton(*new, rotation, got_pages, table, lengths + at)
-    want, want_pages = by_xla(*new, rotation, want_pages, table, lengths + at)
+    got, got_pages = by_triton(*new, got_pages, table, lengths + at)
+    want, want_pages = by_xla(*new, want_pages, table, lengths + at)
     of = np.asarray(want, np.float32)
     error = np.linalg.norm(np.asarray(got, np.float32) - of) / np.linalg.norm(of)
     assert error < 6e-3, at  # two results in bfloat16
   for array, expected in zip(got_pages, want_pages, strict=True):
-    # A sum of two products may be rounded otherwise; the tokens are 5 % of the pages.
-    assert np.mean(np.asarray(array) != np.asarray(expected)) < 1e-4
+    np.testing.assert_array_equal(array, expected)

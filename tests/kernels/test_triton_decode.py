@@ -8,7 +8,6 @@ import triton_interpreter
 
 from ats_jax.ops.attention.paged import narrowed, paged_attention, slot_of
 from ats_jax.ops.registry import Kernels
-from ats_jax.ops.rope import Scaling, rope_table
 from kernels_triton import decode_slots, plan
 
 pytestmark = pytest.mark.hf
@@ -51,10 +50,8 @@ def test_attention_of_one_token_to_pages(dtype, options, programs, interpreter, 
   if dtype != "float32":
     of_parts = zip(*(narrowed(x, jnp.dtype(dtype)) for x in (k, v)), strict=True)
     pages = tuple(jnp.concatenate(of, axis=-1) for of in of_parts)
+  new = (q, *(drawn(n, rows, 1, KV_HEADS, WIDTH) for n in (4, 5)))
   index = jnp.array(LENGTHS, jnp.int32)[:, None] - 1
-  scaling = Scaling("yarn", factor=4.0, original_len=64, concentration=1.2)
-  rotation = rope_table(jnp.maximum(index, 0), WIDTH, 100.0, scaling)
-  new = (q, *(drawn(n, rows, 1, KV_HEADS, WIDTH) for n in (4, 5)), rotation)
   kernels = Kernels(((f"paged_attention.{slot_of(pages[0].dtype)}", "triton"),))
   run = lambda *args: paged_attention(*args, kernels=kernels, **options)
   got, written = jax.jit(run)(*new, pages, table, index)

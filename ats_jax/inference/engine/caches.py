@@ -28,7 +28,6 @@ from ats_jax.ops.attention.paged import (
   write,
 )
 from ats_jax.ops.registry import Kernels
-from ats_jax.ops.rope import rope
 from ats_jax.sharding.apply import island, num_shards
 
 PAGE_AXES = (None, None)
@@ -70,14 +69,13 @@ class Pages:
   slots: int = dataclasses.field(metadata=dict(static=True))
 
   def attend(
-    self, q_BTNH, k_BTKH, v_BTKH, index_BT, *, rotation, window, soft_cap, sinks_N
+    self, q_BTNH, k_BTKH, v_BTKH, index_BT, *, window, soft_cap, sinks_N
   ) -> tuple[jax.Array, Self]:
     """As of `Attended`."""
     view, of_pages = self.view, _OF_HEADS[: len(self.arrays)]
     options = {"window": window, "soft_cap": soft_cap}
+    new = (q_BTNH, k_BTKH, v_BTKH)
     if view.whole:
-      q_BTNH, k_BTKH = (rope(x, rotation, view.kernels) for x in (q_BTNH, k_BTKH))
-      new = (q_BTNH, k_BTKH, v_BTKH)
       pages = island(
         lambda k, v, table, index, *pages: write(pages, (k, v), table, index),
         in_axes=(KV_AXES, KV_AXES, TOKEN_AXES, TOKEN_AXES, *of_pages),
@@ -93,17 +91,15 @@ class Pages:
       )  # fmt: skip
     else:
       number = len(self.arrays)
-      local = lambda q, k, v, cos, sin, table, index, *rest: paged_attention(
-        q, k, v, (cos, sin), rest[:number], table, index, sinks_N=next(iter(rest[number:]), None),
+      local = lambda q, k, v, table, index, *rest: paged_attention(
+        q, k, v, rest[:number], table, index, sinks_N=next(iter(rest[number:]), None),
         kernels=view.kernels, **options,
       )  # fmt: skip
       sinks = () if sinks_N is None else (sinks_N,)
-      of_new = (Q_AXES, KV_AXES, KV_AXES, *([(*TOKEN_AXES, None, None)] * 2), *([TOKEN_AXES] * 2))
+      of_new = (Q_AXES, KV_AXES, KV_AXES, TOKEN_AXES, TOKEN_AXES)
       axes = (*of_new, *of_pages, *(("heads",) for _ in sinks))
       attend = island(local, in_axes=axes, out_axes=(Q_AXES, of_pages))
-      y_BTNH, pages = attend(
-        q_BTNH, k_BTKH, v_BTKH, *rotation, view.table_BW, index_BT, *self.arrays, *sinks
-      )
+      y_BTNH, pages = attend(*new, view.table_BW, index_BT, *self.arrays, *sinks)
     return y_BTNH, dataclasses.replace(self, arrays=pages)
 
 

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from ats_jax.ops import registry
 from ats_jax.ops.attention.causal import attend_to_slots
 from ats_jax.ops.registry import XLA, Kernels
-from ats_jax.ops.rope import rope
 
 SCALE_DTYPE = jnp.bfloat16  # of 8 bits; in float32, scales of narrow heads would take much
 
@@ -100,7 +99,6 @@ def paged_attention(
   q_BTNH: jax.Array,
   k_BTKH: jax.Array,
   v_BTKH: jax.Array,
-  rotation: tuple[jax.Array, jax.Array],
   pages: Sequence[jax.Array],
   table_BW: jax.Array,
   index_BT: jax.Array,
@@ -110,7 +108,7 @@ def paged_attention(
   sinks_N: jax.Array | None = None,
   kernels: Kernels = XLA,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-  """Rotate new tokens, put them into pages, and attend causally to the slots of their rows.
+  """Put new tokens into pages, and attend causally to the slots of their rows.
 
   Scores are scaled by head_dim^-1/2; softmax in float32.
 
@@ -118,7 +116,6 @@ def paged_attention(
     q_BTNH: queries of the new tokens.
     k_BTKH: their keys.
     v_BTKH: their values.
-    rotation: cosines and sines of their positions (`rope.rope_table`), for queries and keys.
     pages: [G, P, K, X] keys, and behind those of each head its values; in 8 bits also the scales of
       both, [G, P, K, 2].
     table_BW: int32 pages of each row, in order.
@@ -131,26 +128,21 @@ def paged_attention(
   Returns:
     The output like the queries, and the pages with the tokens in them.
   """
-  pages, has_scales = tuple(pages), len(pages) > 1
   kernel = registry.kernel("paged_attention", slot_of(pages[0].dtype), kernels)
   options, lengths_B = {"window": window, "soft_cap": soft_cap}, index_BT[:, 0] + 1
-  if q_BTNH.shape[1] > 1 or sinks_N is not None:
-    kernel = None
-  if kernel is None or has_scales:  # a kernel of 8 bits is given what XLA rounded
-    q_BTNH, k_BTKH = (rope(x, rotation, kernels) for x in (q_BTNH, k_BTKH))
+  if kernel is None or q_BTNH.shape[1] > 1 or sinks_N is not None:
     pages = write(pages, (k_BTKH, v_BTKH), table_BW, index_BT)
-  if kernel is None:
     k_BSKH, v_BSKH = read(pages, table_BW, [q_BTNH.shape[-1]] * 2, q_BTNH.dtype)
     y_BTNH = attend_to_slots(q_BTNH, k_BSKH, v_BSKH, index_BT, window, soft_cap, sinks_N)
     return y_BTNH, pages
-  if has_scales:
+  if len(pages) > 1:  # rounded to 8 bits by XLA
+    pages = write(pages, (k_BTKH, v_BTKH), table_BW, index_BT)
     y_BNH = kernel(q_BTNH[:, 0], *pages, table_BW, lengths_B, **options)
     return y_BNH[:, None], pages
   count, size = pages[0].shape[:2]
   page_B = page_of(pages, table_BW, index_BT)[:, 0]
   slot_B = jnp.where(page_B < count, page_B * size + index_BT[:, 0] % size, -1)
-  cos_BR, sin_BR = (x[:, 0, 0] for x in rotation)
-  new = (q_BTNH[:, 0], k_BTKH[:, 0], v_BTKH[:, 0], cos_BR, sin_BR)
+  new = (q_BTNH[:, 0], k_BTKH[:, 0], v_BTKH[:, 0])
   y_BNH, *pages = kernel(*new, *pages, table_BW, lengths_B, slot_B, **options)
   return y_BNH[:, None], tuple(pages)
 
