@@ -53,8 +53,17 @@ def main(argv: list[str]) -> None:
   folder = paths.parse(cli.require(_DRAWING.workdir.value, "workdir", "runs/debug"))
   given, adapters = _DRAWING.given(), by_name(_ADAPTER.value)
   options = _DRAWING.engine.value
+  meanwhile, prompt = None, _PROMPT.value
   if _PROMPTS.value is None:
-    answer, devices = _print_one, 0 if options == DEFAULT else 1  # of several, none has an engine
+    if prompt is None:  # that of the run is for the sample at its end
+      raise ValueError(
+        "there is no prompt. Give --prompt='some text' (--prompt= is the beginning of a document) "
+        "or --prompts=FILE; `ats-jax chat` is a dialogue."
+      )
+    given["prompt"], turns = prompt, [*_system(), Message("user", prompt)] if _CHAT.value else None
+    meanwhile = lambda run: run.compile(turns, **given)
+    answer = functools.partial(_print_one, turns=turns)
+    devices = 0 if options == DEFAULT else 1  # of several, none has an engine
   else:
     from ats_jax.verbs.prompts import read_prompts
 
@@ -66,7 +75,7 @@ def main(argv: list[str]) -> None:
   with begun(folder, step):
     from ats_jax.inference.load import load_run
 
-    with load_run(folder, step, dtype, devices, options) as run:
+    with load_run(folder, step, dtype, devices, options, meanwhile) as run:
       for name, one in each(run, folder, adapters):
         answer(one, given, name)
 
@@ -75,21 +84,18 @@ def _system() -> list[Message]:
   return [Message("system", _SYSTEM.value)] if _SYSTEM.value else []
 
 
-def _print_one(run: "TrainedRun", given: dict[str, Any], name: str) -> None:
-  given = given | ({} if _PROMPT.value is None else {"prompt": _PROMPT.value})
-  prompt = run.sampling(**given).prompt
-  if _PROMPT.value is None:  # that of the run is for the sample at its end
-    raise ValueError(
-      "there is no prompt. Give --prompt='some text' (--prompt= is the beginning of a document) or "
-      "--prompts=FILE; `ats-jax chat` is a dialogue."
-    )
+def _print_one(
+  run: "TrainedRun", given: dict[str, Any], name: str, turns: list[Message] | None
+) -> None:
+  """Answer turns, or without any continue the prompt."""
+  prompt, seed = run.sampling(**given).prompt, _DRAWING.seed.value
   if name:
     print(f"{name}:")
-  if _CHAT.value:
-    pieces = run.answer(_DRAWING.seed.value, [*_system(), Message("user", prompt)], **given)
-  else:
+  if turns is None:
     print(prompt, end="", flush=True)
-    pieces = run.generate(_DRAWING.seed.value, **given)
+    pieces = run.generate(seed, **given)
+  else:
+    pieces = run.answer(seed, turns, **given)
   for piece in pieces:
     print(piece, end="", flush=True)
   print(flush=True)

@@ -99,7 +99,7 @@ def test_devices_share_weights_and_pages_and_send_activations_alone():
     sizes[len(found[0].sharding.device_set)] = of_one
     last = runner._last
     with for_serving():
-      lowered = runner._decode_program.lower(
+      lowered = runner._programs.decode.jitted.lower(
         runner._weights, runner._state, last.of_rows, last.drawn, last.settings, runner._allowed_V,
         which=last.which,
       )  # fmt: skip

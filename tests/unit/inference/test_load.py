@@ -118,7 +118,8 @@ def test_neither_a_workdir_nor_a_checkpoint_names_a_cache_or_an_option(trained, 
 def test_a_checkpoint_is_used_with_the_settings_that_it_was_made_with(trained, monkeypatch):
   # Those of the newest one, which was then damaged, or deleted by the training.
   rate = [tiny_config().optimizer.learning_rate, 0.5]
-  monkeypatch.setattr(load, "settings_of", lambda *_: {"optimizer.learning_rate": rate})
+  extra = {"settings": {"optimizer.learning_rate": rate}}
+  monkeypatch.setattr(load, "known_of", lambda *_: (2, extra))
   with load_run(trained) as run:
     assert (run.step, run.program.cfg.optimizer.learning_rate) == (1, rate[0])
 
@@ -200,7 +201,7 @@ def test_guesses_change_no_text_and_are_loaded_when_asked_for(trained):
   for options in (Options(), Options(speculate=3)):
     with load_run(trained, devices=1, options=options) as run:
       engine = run.engine(1)
-      assert (engine._runner._verify_program is not None) == (options.speculate > 0)
+      assert (engine._runner._programs.verify is not None) == (options.speculate > 0)
       del engine
       texts.append("".join(run.generate(4, **drawing)))
   assert texts[0] == texts[1]
