@@ -423,9 +423,9 @@ def _restored(
   stack.enter_context(on_mesh(cfg, mesh))
   loss = cfg.step.loss.name  # that of an extension is not loaded
   program = make_program(cfg, losses.find(loss)(cfg) if loss in losses else None)
-  shapes, later = _shapes(program), program.continued(extra)
+  shapes, later = shapes_of(program), program.continued(extra)
   with early(TrainedRun(number, shapes, tokenizer, later, extra, shares=True)):
-    restored, model, extra = restored_weights(folder, program, tokenizer, step)
+    restored, model, extra = restored_weights(folder, program, tokenizer, step, shapes)
   return TrainedRun(restored, model, tokenizer, program.continued(extra), extra)
 
 
@@ -444,30 +444,33 @@ def _in_thread(task: Callable[[], None]) -> Iterator[None]:
     done.result()
 
 
-def _shapes(program: Program) -> Any:
-  """The weights that `restored_weights` gives, as shapes."""
-  state = program.init(abstract=True)
-  weights = state.ema if program.cfg.optimizer.has_average else state.model
+def shapes_of(program: Program) -> Decoder:
+  """The weights of a checkpoint, as shapes: their average if the run keeps one."""
+  weights = operator.attrgetter(_part(program))(program.init(abstract=True))
   return abstract_like(weights, jax.sharding.get_mesh())
 
 
+def _part(program: Program) -> str:
+  """The part of a state that has its weights."""
+  return "ema" if program.cfg.optimizer.has_average else "model"
+
+
 def restored_weights(
-  folder: Path, program: Program, tokenizer: Tokenizer, step: int | str
+  folder: Path, program: Program, tokenizer: Tokenizer, step: int | str, shapes: Decoder
 ) -> tuple[int, Decoder, dict[str, Any]]:
-  """The step, weights and `extra` of a checkpoint: their average if the run keeps one.
+  """The step, weights and `extra` of a checkpoint.
 
   Args:
     folder: the workdir.
     program: program of the run on the current mesh.
     tokenizer: tokenizer of the run.
     step: a step, "latest" or "best".
+    shapes: of the weights (`shapes_of`).
 
   Raises:
     ValueError: as `load_run`, or if the run has adapters and its frozen weights are not there.
   """
-  cfg, checkpoints = program.cfg, folder / workdir.CHECKPOINTS
-  part = "ema" if cfg.optimizer.has_average else "model"
-  of_part = operator.attrgetter(part)
+  cfg, checkpoints, part = program.cfg, folder / workdir.CHECKPOINTS, _part(program)
 
   def rest_of(extra: Mapping[str, Any]) -> Rest:
     if cfg.finetune.adapter.name == "none":
@@ -475,7 +478,8 @@ def restored_weights(
     from ats_jax.inference.base import BASE, Base  # here: few runs have adapters
 
     named = extra.get(BASE)
-    return Base.named(named, program, tokenizer, folder, pick=of_part) if named else Rest()
+    pick = operator.attrgetter(part)
+    return Base.named(named, program, tokenizer, folder, pick=pick) if named else Rest()
 
   run = workdir.load_identity(folder)
-  return restore_tree(checkpoints, _shapes(program), step, part, run, stacks(cfg), rest_of)
+  return restore_tree(checkpoints, shapes, step, part, run, stacks(cfg), rest_of)
