@@ -13,9 +13,9 @@ from helpers import EVALUATION, make_decoder, thorough_but
 from ats_jax.checkpoint import abstract_like
 from ats_jax.data.tokens.tokenizer import ByteTokenizer
 from ats_jax.inference.engine import ahead
+from ats_jax.inference.engine.compiled import compiled
 from ats_jax.inference.engine.engine import Engine
 from ats_jax.inference.engine.lookup import PromptLookup
-from ats_jax.inference.engine.programs import compiled
 from ats_jax.inference.engine.request import Finished, Request, Sampling
 from ats_jax.inference.engine.runner import ModelRunner, Size, served
 from ats_jax.inference.engine.score import Scorer, Text

@@ -4,14 +4,11 @@ Letters: B rows of a call, R rows of the engine, T tokens, W pages of a row, V v
 """
 
 import dataclasses
-import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from ats_jax.inference.engine import ahead
 from ats_jax.inference.engine.caches import View, pages_of
 from ats_jax.inference.engine.layout import Served
 from ats_jax.inference.engine.sampling import Draw, Drawn, Settings, draw
@@ -20,7 +17,6 @@ from ats_jax.model.forward_pass import Pass
 from ats_jax.ops.registry import Kernels
 from ats_jax.sharding.apply import reshard
 
-KEPT = 4  # programs of so many engines stay when these are gone
 TOKENS_OF_SCORES = 128  # whose scores of the whole vocabulary are in memory at once
 
 
@@ -41,7 +37,7 @@ class State(NamedTuple):
 
 
 class Programs(NamedTuple):
-  """The functions that are compiled (`compiled`), with what is static in all of them.
+  """The functions that are compiled, with what is static in all of them.
 
   `verify.verify` is another one.
 
@@ -231,39 +227,3 @@ def _draw(model, state, x_BD, row_B, index_B, settings, allowed_V, which, counte
   if state.counts_RV is not None:
     state = state._replace(counts_RV=state.counts_RV.at[row_B, drawn.id_B].add(2 * counted))
   return state, drawn
-
-
-class Compiled(NamedTuple):
-  """Functions of `Programs`, each with its compiled programs; `verify` if tokens are guessed."""
-
-  chunk: Callable[..., tuple[State, Drawn]]
-  decode: Callable[..., tuple[State, jax.Array, Drawn]]
-  score: Callable[..., tuple[State, tuple[jax.Array, jax.Array]]]
-  verify: Callable[..., tuple[State, Drawn]] | None
-
-
-@functools.lru_cache(KEPT)
-def compiled(of_model: Programs, guess: int) -> Compiled:
-  """The compiled functions, the same for engines of which all that is static is equal.
-
-  Args:
-    of_model: the functions.
-    guess: guessed tokens of a row that are read in a step; 0 = there are none.
-  """
-  donating = functools.partial(ahead.Jitted, donate_argnames="state")
-  of_guesses = None
-  if guess:
-    from ats_jax.inference.engine.verify import verify  # here: few engines guess
-
-    of_guesses = donating(functools.partial(verify, of_model, guess), static_argnames="which")
-  return Compiled(
-    donating(of_model.chunk, static_argnames=("which", "whole")),
-    ahead.Jitted(
-      of_model.decode,
-      donate_argnames=("state", "of_rows", "before"),
-      static_argnames="which",
-      keep_unused=True,
-    ),
-    donating(of_model.score, static_argnames="whole"),
-    of_guesses,
-  )

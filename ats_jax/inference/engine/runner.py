@@ -16,8 +16,9 @@ from absl import logging
 from ats_jax.data.tokens.tokenizer import Tokenizer
 from ats_jax.inference.engine import ahead
 from ats_jax.inference.engine.caches import NARROW, SlotArray, slot_arrays, slots_of
+from ats_jax.inference.engine.compiled import compiled
 from ats_jax.inference.engine.layout import Served
-from ats_jax.inference.engine.programs import Programs, State, compiled
+from ats_jax.inference.engine.programs import Programs, State
 from ats_jax.inference.engine.request import Request
 from ats_jax.inference.engine.sampling import Draw, Drawn, Settings, penalises
 from ats_jax.inference.engine.schedule import Chunk, Row, Step, Tokens

@@ -18,7 +18,7 @@ from ats_jax.config import base_config, from_config_dict
 from ats_jax.config.tree import edited
 from ats_jax.inference import load
 from ats_jax.inference.begin import begun
-from ats_jax.inference.engine import programs
+from ats_jax.inference.engine.compiled import compiled
 from ats_jax.inference.engine.options import Options
 from ats_jax.inference.load import fit_devices, load_run
 from ats_jax.train.loop import train
@@ -233,7 +233,7 @@ def test_the_first_tokens_need_no_program_that_was_compiled_meanwhile(
   given = {"prompt": "seven", "max_tokens": 4, "temperature": 0.0}
   with load_run(trained, devices=1, options=options) as run:
     wanted = "".join(run.generate(0, **given))
-  programs.compiled.cache_clear()
+  compiled.cache_clear()
   compiled_names.clear()
   meanwhile = lambda run: run.compile(**given)
   with load_run(trained, devices=1, options=options, meanwhile=meanwhile) as run:
