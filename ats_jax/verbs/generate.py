@@ -55,15 +55,10 @@ def main(argv: list[str]) -> None:
   options = _DRAWING.engine.value
   meanwhile, prompt = None, _PROMPT.value
   if _PROMPTS.value is None:
-    if prompt is None:  # that of the run is for the sample at its end
-      raise ValueError(
-        "there is no prompt. Give --prompt='some text' (--prompt= is the beginning of a document) "
-        "or --prompts=FILE; `ats-jax chat` is a dialogue."
-      )
-    given["prompt"], turns = prompt, [*_system(), Message("user", prompt)] if _CHAT.value else None
-    meanwhile = lambda run: run.compile(turns, **given)
-    answer = functools.partial(_print_one, turns=turns)
-    devices = 0 if options == DEFAULT else 1  # of several, none has an engine
+    answer, devices = _print_one, 0 if options == DEFAULT else 1  # of several, none has an engine
+    if prompt is not None:
+      given["prompt"] = prompt
+      meanwhile = lambda run: run.compile(_turns(prompt), **given)
   else:
     from ats_jax.verbs.prompts import read_prompts
 
@@ -84,13 +79,21 @@ def _system() -> list[Message]:
   return [Message("system", _SYSTEM.value)] if _SYSTEM.value else []
 
 
-def _print_one(
-  run: "TrainedRun", given: dict[str, Any], name: str, turns: list[Message] | None
-) -> None:
-  """Answer turns, or without any continue the prompt."""
+def _turns(prompt: str) -> list[Message] | None:
+  """With --chat what is answered."""
+  return [*_system(), Message("user", prompt)] if _CHAT.value else None
+
+
+def _print_one(run: "TrainedRun", given: dict[str, Any], name: str) -> None:
   prompt, seed = run.sampling(**given).prompt, _DRAWING.seed.value
+  if "prompt" not in given:  # that of the run is for the sample at its end
+    raise ValueError(
+      "there is no prompt. Give --prompt='some text' (--prompt= is the beginning of a document) or "
+      "--prompts=FILE; `ats-jax chat` is a dialogue."
+    )
   if name:
     print(f"{name}:")
+  turns = _turns(prompt)
   if turns is None:
     print(prompt, end="", flush=True)
     pieces = run.generate(seed, **given)
