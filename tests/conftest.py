@@ -90,6 +90,20 @@ def mesh():
 
 
 @pytest.fixture
+def compiled_names():
+  """The names of the programs that jax compiles, or finds in its cache on disk, in this test."""
+  names = []
+
+  def listen(event, _, **about):
+    if event == "/jax/core/compile/backend_compile_duration":
+      names.append(about["fun_name"])
+
+  jax.monitoring.register_event_duration_secs_listener(listen)
+  yield names
+  jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.fixture
 def asked():
   """What a hook asks for in this test, by the step of the look."""
   from ats_jax.orchestrator import hooks

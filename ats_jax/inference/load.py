@@ -1,16 +1,20 @@
 """A trained run, ready to use: its weights, tokenizer and config, from the workdir alone."""
 
+import concurrent.futures
 import contextlib
 import dataclasses
+import functools
+import itertools
 import math
 import operator
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 
 from ats_jax.checkpoint import CheckpointError, abstract_like, load_extra, restore_tree, workdir
+from ats_jax.checkpoint.reader import find
 from ats_jax.checkpoint.rest import Rest
 from ats_jax.cluster import runtime
 from ats_jax.config import Config
@@ -30,6 +34,7 @@ from ats_jax.model.decoder import Decoder
 from ats_jax.model.layout import stacks
 from ats_jax.ops.requirements import this_device, with_compute_dtype
 from ats_jax.sharding.mesh import make_mesh, on_mesh
+from ats_jax.sharding.rules import under_this_plan
 from ats_jax.step.program import Program, make_program
 from ats_jax.store import paths
 from ats_jax.store.paths import Path
@@ -87,7 +92,26 @@ class TrainedRun:
   def generate(self, seed: int, **given: Any) -> Iterator[str]:
     """The continuation of the prompt, piece by piece; `given` as of `sampling`."""
     cfg = self.sampling(**given)
-    return self._continue(prompt_ids(self.tokenizer, cfg.prompt), seed, cfg)
+    return self._continue(self._ids(cfg), seed, cfg)
+
+  def compile(self, messages: "Sequence[Message] | None" = None, **given: Any) -> None:
+    """Compile what `generate`, or `answer` to `messages`, needs for its first two tokens.
+
+    Nothing is computed: shapes may stand for the weights.
+    """
+    if not self._for_engine:
+      return
+    from ats_jax.inference.engine import ahead
+    from ats_jax.inference.engine.request import Request, Sampling
+
+    cfg = self.sampling(**given)
+    ids = self._ids(cfg, messages)
+    asked = dataclasses.replace(Sampling.of(cfg, 0), ignore_end=True, stop=())
+    with ahead.compiling():
+      engine = self.engine(1, len(ids) + cfg.max_tokens)
+      engine.submit(Request(ids, asked))
+      for _ in itertools.islice(engine.events(), 2):
+        pass
 
   def answer(self, seed: int, messages: "Sequence[Message]", **given: Any) -> Iterator[str]:
     """What follows turns of a conversation, piece by piece; `given` as of `sampling`.
@@ -96,9 +120,16 @@ class TrainedRun:
       ValueError: if the run was not trained on conversations, or its template has no place for a
         turn.
     """
+    cfg = self.sampling(**given)
+    return self._continue(self._ids(cfg, messages), seed, cfg)
+
+  def _ids(self, cfg: SampleConfig, messages: "Sequence[Message] | None" = None) -> list[int]:
+    """Of the prompt, or of turns in its place."""
+    if messages is None:
+      return prompt_ids(self.tokenizer, cfg.prompt)
     from ats_jax.data.chat.tokenizer import prompt_of  # here: few runs are on conversations
 
-    return self._continue(prompt_of(self.tokenizer, messages), seed, self.sampling(**given))
+    return prompt_of(self.tokenizer, messages)
 
   def engine(self, rows: int, context: int = 0) -> "Engine":
     """What continues many texts at once, or one after the other.
@@ -286,12 +317,13 @@ def as_data(cfg: Config) -> Config:
   )
 
 
-def settings_of(checkpoints: Path, step: int | str, run: RunIdentity) -> dict[str, Any]:
-  """What an orchestrator had changed when a checkpoint was made: {name: [first value, value]}."""
+def known_of(checkpoints: Path, step: int | str, run: RunIdentity) -> tuple[int, Mapping[str, Any]]:
+  """Step and `extra` of a checkpoint, before it is verified; 0 and nothing if it is damaged."""
   try:
-    return load_extra(checkpoints, step, run).get(CHANGES, {})
+    found = find(checkpoints, step)
+    return found, load_extra(checkpoints, found, run)
   except CheckpointError:  # `restore_tree` falls back to an older one, or says what is damaged
-    return {}
+    return 0, {}
 
 
 @contextlib.contextmanager
@@ -301,6 +333,7 @@ def load_run(
   compute_dtype: str = "",
   devices: int = 0,
   options: Options = DEFAULT,
+  meanwhile: Callable[[TrainedRun], None] | None = None,
 ) -> Iterator[TrainedRun]:
   """Restore the weights of a run; its mesh is set inside the context.
 
@@ -311,6 +344,8 @@ def load_run(
       "" = as it was trained.
     devices: how many to use; 0 = all. If `options` name several, it is their number.
     options: how the engine works.
+    meanwhile: is called in a thread while the weights are read, with the run as far as it is known:
+      its model has shapes for weights. What it raises is raised if the run can be loaded.
 
   Raises:
     ValueError: if there is no run, no such checkpoint, none that is intact, or one of another run;
@@ -320,15 +355,23 @@ def load_run(
   folder = Path(folder)
   draft = _draft_of(options, compute_dtype) if options.draft else None
   chosen = int(step) if step.isdecimal() else step
-  changes = settings_of(folder / workdir.CHECKPOINTS, chosen, workdir.load_identity(folder))
+  known = known_of(folder / workdir.CHECKPOINTS, chosen, workdir.load_identity(folder))
+
+  def early(run: TrainedRun) -> contextlib.AbstractContextManager[None]:
+    if meanwhile is None:
+      return contextlib.nullcontext()
+    # What it makes for the draft has no arrays, and must not be used again.
+    of_draft = draft and dataclasses.replace(draft, _packed=[*draft._packed])
+    run = dataclasses.replace(run, options=options, draft=of_draft)
+    return _in_thread(functools.partial(meanwhile, run))
+
   with contextlib.ExitStack() as stack:
     while True:
-      run = _restored(folder, chosen, changes, compute_dtype, devices, options, stack)
-      made_with = run.extra.get(CHANGES, {})
-      if made_with == changes:
+      run = _restored(folder, chosen, known, compute_dtype, devices, options, early, stack)
+      if run.extra.get(CHANGES, {}) == known[1].get(CHANGES, {}):
         break
       # Another checkpoint than the newest of before: that is damaged, or there is a newer one.
-      changes = made_with
+      known = run.step, run.extra
       stack.close()
     if draft is not None and not has_same_ids(run.tokenizer, draft.tokenizer):
       raise ValueError(
@@ -352,16 +395,17 @@ def _draft_of(options: Options, compute_dtype: str) -> TrainedRun:
 def _restored(
   folder: Path,
   step: int | str,
-  changes: Mapping[str, Any],
+  known: tuple[int, Mapping[str, Any]],
   compute_dtype: str,
   devices: int,
   options: Options,
+  early: Callable[[TrainedRun], contextlib.AbstractContextManager[None]],
   stack: contextlib.ExitStack,
 ) -> TrainedRun:
-  """The run with the settings that `changes` makes of its own; its mesh is left set in `stack`."""
-  cfg = workdir.load_config(folder)
+  """The run with its settings as `known` changes them; its mesh is left set in `stack`."""
+  cfg, (number, extra) = workdir.load_config(folder), known
   # In this order: a checkpoint may name folders too.
-  cfg = as_data(with_changes(cfg, changes))
+  cfg = as_data(with_changes(cfg, extra.get(CHANGES, {})))
   tokenizer = load_tokenizer(folder / workdir.TOKENIZER)
   if compute_dtype:
     # With the defaults of the rest: there are no gradients, and what was chosen was for training.
@@ -379,27 +423,54 @@ def _restored(
   stack.enter_context(on_mesh(cfg, mesh))
   loss = cfg.step.loss.name  # that of an extension is not loaded
   program = make_program(cfg, losses.find(loss)(cfg) if loss in losses else None)
-  restored, model, extra = restored_weights(folder, program, tokenizer, step)
+  shapes, later = shapes_of(program), program.continued(extra)
+  with early(TrainedRun(number, shapes, tokenizer, later, extra, shares=True)):
+    restored, model, extra = restored_weights(folder, program, tokenizer, step, shapes)
   return TrainedRun(restored, model, tokenizer, program.continued(extra), extra)
 
 
+@contextlib.contextmanager
+def _in_thread(task: Callable[[], None]) -> Iterator[None]:
+  """Do a task during the block, on its mesh; what that raises is raised at the end of the block."""
+  mesh, task = jax.sharding.get_mesh(), under_this_plan(task)
+
+  def on_this_mesh() -> None:
+    with jax.set_mesh(mesh):
+      task()
+
+  with concurrent.futures.ThreadPoolExecutor(1, "meanwhile") as pool:
+    done = pool.submit(on_this_mesh)
+    yield
+    done.result()
+
+
+def shapes_of(program: Program) -> Decoder:
+  """The weights of a checkpoint, as shapes: their average if the run keeps one."""
+  weights = operator.attrgetter(_part(program))(program.init(abstract=True))
+  return abstract_like(weights, jax.sharding.get_mesh())
+
+
+def _part(program: Program) -> str:
+  """The part of a state that has its weights."""
+  return "ema" if program.cfg.optimizer.has_average else "model"
+
+
 def restored_weights(
-  folder: Path, program: Program, tokenizer: Tokenizer, step: int | str
+  folder: Path, program: Program, tokenizer: Tokenizer, step: int | str, shapes: Decoder
 ) -> tuple[int, Decoder, dict[str, Any]]:
-  """The step, weights and `extra` of a checkpoint: their average if the run keeps one.
+  """The step, weights and `extra` of a checkpoint.
 
   Args:
     folder: the workdir.
     program: program of the run on the current mesh.
     tokenizer: tokenizer of the run.
     step: a step, "latest" or "best".
+    shapes: of the weights (`shapes_of`).
 
   Raises:
     ValueError: as `load_run`, or if the run has adapters and its frozen weights are not there.
   """
-  cfg, checkpoints = program.cfg, folder / workdir.CHECKPOINTS
-  part = "ema" if cfg.optimizer.has_average else "model"
-  of_part = operator.attrgetter(part)
+  cfg, checkpoints, part = program.cfg, folder / workdir.CHECKPOINTS, _part(program)
 
   def rest_of(extra: Mapping[str, Any]) -> Rest:
     if cfg.finetune.adapter.name == "none":
@@ -407,8 +478,8 @@ def restored_weights(
     from ats_jax.inference.base import BASE, Base  # here: few runs have adapters
 
     named = extra.get(BASE)
-    return Base.named(named, program, tokenizer, folder, pick=of_part) if named else Rest()
+    pick = operator.attrgetter(part)
+    return Base.named(named, program, tokenizer, folder, pick=pick) if named else Rest()
 
-  abstract = abstract_like(of_part(program.init(abstract=True)), jax.sharding.get_mesh())
   run = workdir.load_identity(folder)
-  return restore_tree(checkpoints, abstract, step, part, run, stacks(cfg), rest_of)
+  return restore_tree(checkpoints, shapes, step, part, run, stacks(cfg), rest_of)

@@ -23,7 +23,7 @@ from ats_jax.config.build import resolve
 from ats_jax.config.names import flatten
 from ats_jax.data.tokens.file import load_tokenizer
 from ats_jax.inference.base import BASE
-from ats_jax.inference.load import as_data, fit_devices, load_run, restored_weights
+from ats_jax.inference.load import as_data, fit_devices, load_run, restored_weights, shapes_of
 from ats_jax.sharding.mesh import make_mesh, on_mesh
 from ats_jax.step.program import make_program
 from ats_jax.store import paths
@@ -284,7 +284,7 @@ def _verify(folder: Path, source: paths.Path) -> bool:
     seq_len = _SEQ_LEN.value or parity.row_length(points)
     # Before ours is read, so that there is room for theirs.
     theirs = parity.reference(folder, seq_len=seq_len, dtype=dtype, rows=parity.least_rows())
-    chosen, model, _ = restored_weights(source, program, words, step)
+    chosen, model, _ = restored_weights(source, program, words, step, shapes_of(program))
     found = parity.compare(model, program.rules(chosen), theirs)
   print("\n".join([*parity.not_reached(points, seq_len), *found.lines()]))
   return found.same

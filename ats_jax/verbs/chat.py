@@ -38,6 +38,11 @@ _SYSTEM = flags.DEFINE_string(
 )
 
 
+def before(system: str) -> list[Message]:
+  """The turn of the system, if it says anything."""
+  return [Message("system", system)] if system else []
+
+
 @dataclasses.dataclass
 class Dialogue:
   """Turns so far, and what answers them.
@@ -66,9 +71,8 @@ class Dialogue:
     """
     from ats_jax.data.chat.tokenizer import prompt_of
 
-    before = [Message("system", self.system)] if self.system else []
     turns = [*self.turns, Message("user", utf8(text, "the turn"))]
-    request = Request(prompt_of(self.tokenizer, [*before, *turns]), self.sampling)
+    request = Request(prompt_of(self.tokenizer, [*before(self.system), *turns]), self.sampling)
     number, answer = self.engine.submit(request), ""
     try:
       for event in self.engine.events():
@@ -140,12 +144,13 @@ def main(argv: list[str]) -> None:
   from ats_jax.inference.begin import begun
 
   with begun(folder, step), contextlib.ExitStack() as stack:
-    from ats_jax.data.chat.tokenizer import prompt_of
     from ats_jax.inference.load import load_run
 
-    run = stack.enter_context(load_run(folder, step, dtype, 1, options))
+    # A first turn that is short needs the same programs. A run that knows no turns is refused.
+    turns = [*before(_SYSTEM.value), Message("user", "")]
+    meanwhile = lambda run: run.compile(turns, **_DRAWING.given())
+    run = stack.enter_context(load_run(folder, step, dtype, 1, options, meanwhile))
     sampling = Sampling.of(run.sampling(**_DRAWING.given()), _DRAWING.seed.value)
-    prompt_of(run.tokenizer, [Message("user", "")])  # before the engine compiles anything
     if isinstance(sys.stdin, io.TextIOWrapper):
       sys.stdin.reconfigure(errors="surrogateescape")  # what is not UTF-8 is refused by line
     prompt = "> " if sys.stdin.isatty() else ""

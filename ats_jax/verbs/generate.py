@@ -53,8 +53,12 @@ def main(argv: list[str]) -> None:
   folder = paths.parse(cli.require(_DRAWING.workdir.value, "workdir", "runs/debug"))
   given, adapters = _DRAWING.given(), by_name(_ADAPTER.value)
   options = _DRAWING.engine.value
+  meanwhile, prompt = None, _PROMPT.value
   if _PROMPTS.value is None:
     answer, devices = _print_one, 0 if options == DEFAULT else 1  # of several, none has an engine
+    if prompt is not None:
+      given["prompt"] = prompt
+      meanwhile = lambda run: run.compile(_turns(prompt), **given)
   else:
     from ats_jax.verbs.prompts import read_prompts
 
@@ -66,7 +70,7 @@ def main(argv: list[str]) -> None:
   with begun(folder, step):
     from ats_jax.inference.load import load_run
 
-    with load_run(folder, step, dtype, devices, options) as run:
+    with load_run(folder, step, dtype, devices, options, meanwhile) as run:
       for name, one in each(run, folder, adapters):
         answer(one, given, name)
 
@@ -75,21 +79,26 @@ def _system() -> list[Message]:
   return [Message("system", _SYSTEM.value)] if _SYSTEM.value else []
 
 
+def _turns(prompt: str) -> list[Message] | None:
+  """With --chat what is answered."""
+  return [*_system(), Message("user", prompt)] if _CHAT.value else None
+
+
 def _print_one(run: "TrainedRun", given: dict[str, Any], name: str) -> None:
-  given = given | ({} if _PROMPT.value is None else {"prompt": _PROMPT.value})
-  prompt = run.sampling(**given).prompt
-  if _PROMPT.value is None:  # that of the run is for the sample at its end
+  prompt, seed = run.sampling(**given).prompt, _DRAWING.seed.value
+  if "prompt" not in given:  # that of the run is for the sample at its end
     raise ValueError(
       "there is no prompt. Give --prompt='some text' (--prompt= is the beginning of a document) or "
       "--prompts=FILE; `ats-jax chat` is a dialogue."
     )
   if name:
     print(f"{name}:")
-  if _CHAT.value:
-    pieces = run.answer(_DRAWING.seed.value, [*_system(), Message("user", prompt)], **given)
-  else:
+  turns = _turns(prompt)
+  if turns is None:
     print(prompt, end="", flush=True)
-    pieces = run.generate(_DRAWING.seed.value, **given)
+    pieces = run.generate(seed, **given)
+  else:
+    pieces = run.answer(seed, turns, **given)
   for piece in pieces:
     print(piece, end="", flush=True)
   print(flush=True)

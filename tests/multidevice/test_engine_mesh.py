@@ -10,7 +10,10 @@ import pytest
 from collectives import collectives
 from helpers import EVALUATION, make_decoder, thorough_but
 
+from ats_jax.checkpoint import abstract_like
 from ats_jax.data.tokens.tokenizer import ByteTokenizer
+from ats_jax.inference.engine import ahead
+from ats_jax.inference.engine.compiled import compiled
 from ats_jax.inference.engine.engine import Engine
 from ats_jax.inference.engine.lookup import PromptLookup
 from ats_jax.inference.engine.request import Finished, Request, Sampling
@@ -70,6 +73,33 @@ def test_texts_are_those_of_one_device(case):
   assert len({token for text in alone for token in text}) > 5
 
 
+CASES = [("experts", FOUR), *((kind, {}) for kind in canonical.KINDS), ("dense", {"fsdp": 2})]
+
+
+@pytest.mark.parametrize("case", thorough_but(CASES, 0), ids=str)
+def test_what_was_compiled_for_shapes_is_not_compiled_for_arrays(case, compiled_names):
+  kind, mesh = case
+  cfg = canonical.config(kind, LOUD | {f"mesh.{axis}": size for axis, size in mesh.items()})
+  asked = Sampling(max_tokens=4, temperature=0.0, ignore_end=True)
+
+  def draw(model):
+    runner = ModelRunner(served(model, program, keep=True), program, TOKENIZER, RULES, SIZE)
+    engine = Engine(runner, TOKENIZER, share=not runner.skips)
+    engine.submit(Request([TOKENIZER.bos_id, *b"ab"], asked))
+    return [event.ids[0] for event in engine.events()]
+
+  with on_mesh(cfg, on := make_mesh(cfg, jax.devices()[: math.prod(mesh.values())])):
+    program, model = make_program(cfg), make_decoder(cfg)
+    compiled.cache_clear()  # or those of another test are known
+    compiled_names.clear()
+    with ahead.compiling():
+      nothing = draw(abstract_like(model, on))
+    assert nothing == [0] * 4 and {"jit(chunk)", "jit(decode)"} <= set(compiled_names)
+    compiled_names.clear()
+    found = draw(model)
+    assert found != nothing and not compiled_names
+
+
 @pytest.mark.thorough
 def test_pages_in_8_bits_and_guesses_on_several_devices():
   options = {"narrow": "int8", "guess": 3}
@@ -99,7 +129,7 @@ def test_devices_share_weights_and_pages_and_send_activations_alone():
     sizes[len(found[0].sharding.device_set)] = of_one
     last = runner._last
     with for_serving():
-      lowered = runner._decode_program.lower(
+      lowered = runner._programs.decode.jitted.lower(
         runner._weights, runner._state, last.of_rows, last.drawn, last.settings, runner._allowed_V,
         which=last.which,
       )  # fmt: skip

@@ -13,11 +13,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from ats_jax.inference.engine import ahead
 from ats_jax.model.attention import Attention
 from ats_jax.model.block import Block, LayerCache, tokens_at
 from ats_jax.model.decoder import Decoder
 from ats_jax.model.forward_pass import Pass
-from ats_jax.model.layers import MLP, Linear
+from ats_jax.model.layers import MLP, Embedding, Linear, Weight
 from ats_jax.model.numerics import NARROW
 from ats_jax.model.param import is_variable
 from ats_jax.ops.row_matmul import row_matmul
@@ -109,10 +110,11 @@ class Served(nnx.Module):
       for places in _apart(list(segment.layers), keep=keep):
         layers += _pack(places, dtype)
     self.layers = nnx.List(layers)
-    self.head = nnx.Param(reshard(decoder.head_weights(), *_HEAD_AXES))
+    head = decoder.embed if decoder.head is None else decoder.head
+    self.head = nnx.Param(_head(head, dtype))
     decoder.segments = nnx.List([])
     decoder.head = None
-    decoder.embed = jax.tree.map(_whole, decoder.embed, is_leaf=is_variable)
+    decoder.embed = _joined(decoder.embed)
     self.decoder = decoder
 
   def extend(
@@ -173,12 +175,22 @@ def _apart(places: Sequence[Block], *, keep: bool) -> Iterator[list[Block]]:
     yield structure.unflatten([of_leaf.pop() for of_leaf in apart])
 
 
-@jax.jit
+@ahead.Jitted
 def _unstacked(leaf: jax.Array) -> list[jax.Array]:
   return list(leaf)
 
 
-@functools.partial(jax.jit, static_argnames="dtype")
+@functools.partial(ahead.Jitted, static_argnames="dtype")
+def _head(layer: Weight, dtype: jnp.dtype) -> jax.Array:
+  return reshard(layer.value(dtype), *_HEAD_AXES)
+
+
+@ahead.Jitted
+def _joined(table: Embedding) -> Embedding:
+  return jax.tree.map(_whole, table, is_leaf=is_variable)
+
+
+@functools.partial(ahead.Jitted, static_argnames="dtype")
 def _pack(places: Sequence[Block], dtype: jnp.dtype) -> list[Block]:
   """Packed layers: one program, where each operation would be one."""
   return [_packed(block, dtype) for block in places]

@@ -51,7 +51,7 @@ class Programs(NamedTuple):
   """
 
   structure: Any
-  stacked: list[list[int]]
+  stacked: tuple[tuple[int, ...], ...]
   kernels: Kernels
   slots: tuple[int, ...]
   own: tuple[int, ...]

@@ -14,7 +14,9 @@ import numpy as np
 from absl import logging
 
 from ats_jax.data.tokens.tokenizer import Tokenizer
-from ats_jax.inference.engine.caches import NARROW, slot_arrays, slots_of
+from ats_jax.inference.engine import ahead
+from ats_jax.inference.engine.caches import NARROW, SlotArray, slot_arrays, slots_of
+from ats_jax.inference.engine.compiled import compiled
 from ats_jax.inference.engine.layout import Served
 from ats_jax.inference.engine.programs import Programs, State
 from ats_jax.inference.engine.request import Request
@@ -119,7 +121,7 @@ def served(decoder: Decoder, program: Program, *, keep: bool = False) -> Served:
   if program.cfg.finetune.is_on:
     from ats_jax.model.adapters import merged
 
-    decoder = merged(decoder)
+    decoder = ahead.eager(merged, decoder)
   return Served(decoder, keep=keep)
 
 
@@ -193,42 +195,13 @@ class ModelRunner:
     leaves, structure = jax.tree.flatten(model)
     self._weights, stacked = _stacked(leaves)
     of_model = Programs(structure, stacked, kernels, self._slots, self._own, rules)
-    self._chunk_program = jax.jit(
-      of_model.chunk, donate_argnames="state", static_argnames=("which", "whole")
-    )
-    self._decode_program = jax.jit(
-      of_model.decode,
-      donate_argnames=("state", "of_rows", "before"),
-      static_argnames="which",
-      keep_unused=True,
-    )
-    self._copy = jax.jit(lambda drawn: jax.tree.map(jnp.copy, drawn))
-    self._put = jax.jit(lambda into, x: jnp.copy(x), donate_argnames="into", keep_unused=True)
-    self._score_program = jax.jit(of_model.score, donate_argnames="state", static_argnames="whole")
-    self._verify_program: Any = None
-    if size.guess:
-      from ats_jax.inference.engine.verify import verify  # here: few engines guess
-
-      self._verify_program = jax.jit(
-        functools.partial(verify, of_model, size.guess),
-        donate_argnames="state",
-        static_argnames="which",
-      )
+    self._programs = compiled(of_model, size.guess)
 
   def _empty(self) -> State:
-    zeros = lambda number: tuple(
-      jnp.zeros((number, self.page_size, *of.shape), of.dtype, out_sharding=spec(*of.axes))
-      for of in self._arrays
-    )
     rows = self.max_rows + 1
-    return State(
-      layers=tuple(zeros(own * rows or self.num_pages) for own in self._own),
-      taken=tuple(
-        None if layer.depth is None else jnp.zeros(rows, jnp.int32) for layer in self._layers
-      ),
-      token_R=jnp.zeros(rows, jnp.int32),
-      counts_RV=None,
-    )
+    pages = tuple(own * rows or self.num_pages for own in self._own)
+    skips = tuple(layer.depth is not None for layer in self._layers)
+    return _empty(tuple(self._arrays), pages, skips, rows=rows, page=self.page_size)
 
   def holds(self, size: Size) -> bool:
     """Whether there is room for as many texts as long as these, in such pages."""
@@ -291,7 +264,7 @@ class ModelRunner:
     whole = chunk.first and chunk.start == 0 and not self.skips
     settings, which = self._of([chunk.request])
     table = self._table([chunk.pages], len(chunk.pages), wide=self._reads != "xla")
-    self._state, drawn = self._chunk_program(
+    self._state, drawn = self._programs.chunk(
       self._weights, self._state, ids, index, table,
       np.array([chunk.row, len(chunk.ids) - 1, chunk.first, chunk.last], np.int32), settings,
       self._allowed_V, counts, which=which, whole=whole,
@@ -311,11 +284,11 @@ class ModelRunner:
     """Draw another token of each of some rows."""
     of_rows, settings, which = self._on_device(rows)
     before = self._before(len(of_rows), which)
-    self._state, of_rows, drawn = self._decode_program(
+    self._state, of_rows, drawn = self._programs.decode(
       self._weights, self._state, of_rows, before, settings, self._allowed_V, which=which
     )
     self._last = _Decoded(tuple(rows), of_rows, settings, which, drawn)
-    return self._copy(drawn)  # for the host, which reads it while the next call draws
+    return _copy(drawn)  # for the host, which reads it while the next call draws
 
   def _verify(self, rows: Sequence[Row]) -> Drawn:
     """Draw more tokens of each of some rows."""
@@ -323,8 +296,9 @@ class ModelRunner:
     guess = np.full((len(of_rows), self._size.guess), -1, np.int32)
     for number, row in enumerate(rows):
       guess[number, : len(row.guess)] = row.guess
+    assert self._programs.verify is not None
     # In one array, as each takes the host its time, for which the device waits here.
-    self._state, drawn = self._verify_program(
+    self._state, drawn = self._programs.verify(
       self._weights, self._state, np.concatenate([guess, of_rows], axis=1), settings,
       self._allowed_V, which=which,
     )  # fmt: skip
@@ -354,7 +328,7 @@ class ModelRunner:
       return last.of_rows, last.settings, last.which
     of_rows, settings, which = self._of_rows(rows, wide=self._reads != "xla")
     if last is not None and of_rows.shape == last.of_rows.shape:
-      return self._put(last.of_rows, of_rows), settings, which
+      return _put(last.of_rows, of_rows), settings, which
     return jnp.asarray(of_rows), settings, which
 
   def _before(self, rows: int, which: Draw) -> Drawn:
@@ -403,7 +377,7 @@ class ModelRunner:
       index[row, :length] = part.start + np.arange(length)
       of_rows[row] = part.row, part.first
     whole = all(part.start == 0 for part in parts) and not self.skips
-    self._state, scores = self._score_program(
+    self._state, scores = self._programs.score(
       self._weights, self._state, ids, index, targets, table, of_rows, whole=whole
     )
     for array in scores:
@@ -425,7 +399,7 @@ def _pages_that_fit(each: int, beside: int = 0) -> int:
   return max(1, int(SHARE_OF_MEMORY * free - beside) // each)
 
 
-def _stacked(leaves: Sequence[jax.Array]) -> tuple[list[jax.Array], list[list[int]]]:
+def _stacked(leaves: Sequence[jax.Array]) -> tuple[list[jax.Array], tuple[tuple[int, ...], ...]]:
   """Small arrays of one kind as one array, as each argument of a program takes the host its time.
 
   Returns:
@@ -435,5 +409,40 @@ def _stacked(leaves: Sequence[jax.Array]) -> tuple[list[jax.Array], list[list[in
   for number, leaf in enumerate(leaves):
     kind = jax.typeof(leaf) if leaf.size <= STACKED else number
     groups.setdefault(kind, []).append(number)
-  stack = lambda of: jnp.stack([leaves[n] for n in of]) if len(of) > 1 else leaves[of[0]]
-  return [stack(of) for of in groups.values()], list(groups.values())
+  stack = lambda of: _stack([leaves[n] for n in of]) if len(of) > 1 else leaves[of[0]]
+  return [stack(of) for of in groups.values()], tuple(map(tuple, groups.values()))
+
+
+_stack = ahead.Jitted(jnp.stack)
+
+
+@functools.partial(ahead.Jitted, static_argnums=(0, 1, 2), static_argnames=("rows", "page"))
+def _empty(
+  arrays: tuple[SlotArray, ...],
+  pages: tuple[int, ...],
+  skips: tuple[bool, ...],
+  *,
+  rows: int,
+  page: int,
+) -> State:
+  """A state of no text; `pages` and whether tokens skip it of each layer."""
+  zeros = lambda number: tuple(
+    jnp.zeros((number, page, *of.shape), of.dtype, out_sharding=spec(*of.axes)) for of in arrays
+  )
+  return State(
+    layers=tuple(map(zeros, pages)),
+    taken=tuple(jnp.zeros(rows, jnp.int32) if skip else None for skip in skips),
+    token_R=jnp.zeros(rows, jnp.int32),
+    counts_RV=None,
+  )
+
+
+@ahead.Jitted
+def _copy(drawn: Drawn) -> Drawn:
+  return jax.tree.map(jnp.copy, drawn)
+
+
+@functools.partial(ahead.Jitted, donate_argnums=0, keep_unused=True)
+def _put(into: jax.Array, x: np.ndarray) -> jax.Array:
+  del into
+  return jnp.copy(x)

@@ -18,6 +18,7 @@ from ats_jax.config import base_config, from_config_dict
 from ats_jax.config.tree import edited
 from ats_jax.inference import load
 from ats_jax.inference.begin import begun
+from ats_jax.inference.engine.compiled import compiled
 from ats_jax.inference.engine.options import Options
 from ats_jax.inference.load import fit_devices, load_run
 from ats_jax.train.loop import train
@@ -118,7 +119,8 @@ def test_neither_a_workdir_nor_a_checkpoint_names_a_cache_or_an_option(trained, 
 def test_a_checkpoint_is_used_with_the_settings_that_it_was_made_with(trained, monkeypatch):
   # Those of the newest one, which was then damaged, or deleted by the training.
   rate = [tiny_config().optimizer.learning_rate, 0.5]
-  monkeypatch.setattr(load, "settings_of", lambda *_: {"optimizer.learning_rate": rate})
+  extra = {"settings": {"optimizer.learning_rate": rate}}
+  monkeypatch.setattr(load, "known_of", lambda *_: (2, extra))
   with load_run(trained) as run:
     assert (run.step, run.program.cfg.optimizer.learning_rate) == (1, rate[0])
 
@@ -200,7 +202,7 @@ def test_guesses_change_no_text_and_are_loaded_when_asked_for(trained):
   for options in (Options(), Options(speculate=3)):
     with load_run(trained, devices=1, options=options) as run:
       engine = run.engine(1)
-      assert (engine._runner._verify_program is not None) == (options.speculate > 0)
+      assert (engine._runner._programs.verify is not None) == (options.speculate > 0)
       del engine
       texts.append("".join(run.generate(4, **drawing)))
   assert texts[0] == texts[1]
@@ -223,6 +225,37 @@ def test_engines_that_there_are_not_are_refused(options, message):
     Options(**options)
 
 
+@pytest.mark.parametrize("options", [{}, {"speculate": 3}, {"speculate": 3, "draft": True}])
+def test_the_first_tokens_need_no_program_that_was_compiled_meanwhile(
+  trained, options, compiled_names
+):
+  options = Options(**options | ({"draft": str(trained)} if "draft" in options else {}))
+  given = {"prompt": "seven", "max_tokens": 4, "temperature": 0.0}
+  with load_run(trained, devices=1, options=options) as run:
+    wanted = "".join(run.generate(0, **given))
+  compiled.cache_clear()
+  compiled_names.clear()
+  meanwhile = lambda run: run.compile(**given)
+  with load_run(trained, devices=1, options=options, meanwhile=meanwhile) as run:
+    of_step = "jit(verify)" if options.draft else "jit(decode)"
+    assert {"jit(chunk)", of_step} <= set(compiled_names)
+    compiled_names.clear()
+    assert "".join(run.generate(0, **given)) == wanted
+  assert not compiled_names
+
+
+def test_an_error_meanwhile_is_raised_unless_the_checkpoint_is_damaged(trained):
+  def meanwhile(run):
+    assert run.step == 1 and isinstance(jax.tree.leaves(run.model)[0], jax.ShapeDtypeStruct)
+    raise ValueError("no such prompt")
+
+  with pytest.raises(ValueError, match="no such prompt"):
+    load_run(trained, meanwhile=meanwhile).__enter__()
+  damage(trained)
+  with pytest.raises(CheckpointError, match="no intact checkpoint"):
+    load_run(trained, meanwhile=meanwhile).__enter__()
+
+
 # Sends the process a Ctrl-C when it is about to read arrays.
 INTERRUPTED = """
 import signal, sys
@@ -233,12 +266,17 @@ sys.exit(verbs.main())
 """
 
 
+def damage(folder):
+  """Cut the end of the largest file of a checkpoint."""
+  state = folder / workdir.CHECKPOINTS / "1" / "state"
+  data = max((p for p in state.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+  data.write_bytes(data.read_bytes()[:-1])
+
+
 def test_a_run_that_was_begun_is_verified_as_ever(trained):
   with begun(trained, "latest"), load_run(trained) as run:
     assert run.step == 1
-  state = trained / workdir.CHECKPOINTS / "1" / "state"
-  data = max((p for p in state.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
-  data.write_bytes(data.read_bytes()[:-1])
+  damage(trained)
   with begun(trained, "latest"), pytest.raises(CheckpointError, match="no intact checkpoint"):
     load_run(trained).__enter__()
   with pytest.raises(CheckpointError, match="no checkpoint 7"), begun(trained, "7"):

@@ -58,6 +58,16 @@ def test_checkpoints_leave_the_frozen_weights_out(runs):
     assert_same(run.model, state.model)
 
 
+def test_the_engine_of_an_adapted_run_is_compiled_while_weights_are_read(runs, compiled_names):
+  _, folder, _ = runs
+  meanwhile = lambda run: run.compile(max_tokens=2)
+  with load_run(folder / "tuned", devices=1, meanwhile=meanwhile) as run:
+    assert {"jit(chunk)", "jit(decode)"} <= set(compiled_names)
+    compiled_names.clear()
+    assert list(run.generate(0, max_tokens=2))
+  assert {"jit(chunk)", "jit(decode)", "jit(_pack)"}.isdisjoint(compiled_names)
+
+
 @pytest.mark.parametrize(("base", "tensor"), [("plain", 2), ("nf4", 1)])
 def test_what_was_left_out_is_read_again_onto_any_mesh(base, tensor, runs, tmp_path):
   """With the average that a run keeps, and where an earlier version saved all of it."""

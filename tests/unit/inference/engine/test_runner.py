@@ -111,7 +111,7 @@ def test_a_step_of_the_same_rows_writes_to_the_same_addresses(mesh, logprobs):
   """Or a graph of its kernels would be updated at each step."""
   engine = engine_of(canonical.config("dense", LOUD))
   runner, seen = engine._runner, []
-  decode_program = runner._decode_program
+  decode_program = runner._programs.decode
 
   def decode(*args, which):
     places = lambda args: [x.unsafe_buffer_pointer() for x in jax.tree.leaves(args[:4])]
@@ -120,7 +120,7 @@ def test_a_step_of_the_same_rows_writes_to_the_same_addresses(mesh, logprobs):
     seen.append((args[2].shape, taken, places((args[0], *result))))
     return result
 
-  runner._decode_program = decode
+  runner._programs = runner._programs._replace(decode=decode)
   sampling = Sampling(max_tokens=13, temperature=0.0, ignore_end=True, logprobs=logprobs)
   answers(engine, [Request(ids_of(PROMPTS[4]), sampling)])  # with a new page, which the host sends
   (_, _, first), *others = seen
