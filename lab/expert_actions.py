@@ -56,14 +56,12 @@ class Case(NamedTuple):
     settings: what differs from `lab.faults.bench.SETTINGS`.
     batches: so many are read again and again; 0 = each once.
     grows: half of the batches are of `DOMAIN` from `AT` on, which is scored as well.
-    favours: what the selection bias of the first expert gets at `AT`, whatever is done.
   """
 
   action: Asked
   settings: Mapping[str, Any]
   batches: int = 0
   grows: bool = False
-  favours: float = 0.0
 
 
 def once(*actions: Action) -> Asked:
@@ -90,10 +88,9 @@ EXPERTS = {"moe.num_experts": 8, "moe.d_ff": 64}
 MANY = {"moe.num_experts": 16, "moe.d_ff": 64}
 FEW = {"moe.num_experts": 2, "moe.spare_experts": 6, "moe.top_k": 1}
 # No rescue of collapsed routers, and choices beyond an expert's room are dropped.
-SLOW = EXPERTS | {
+SCORES = EXPERTS | {
   "moe.score": "sigmoid",
   "moe.bias_on": "scores",
-  "moe.bias_rate": 0.0005,
   "moe.aux_loss": 0.0,
   "moe.dispatch": "capacity",
   "moe.capacity_factor": 1.0,
@@ -103,8 +100,8 @@ BALANCE, DROPOUT, GROWTH = once(SetBalance(10.0)), once(SetExpertDropout(0.3)), 
 CASES: dict[str, Case] = {
   "temperature of 20": Case(COOLER, EXPERTS | {"moe.temperature": 20.0}),
   "temperature of 1": Case(COOLER, EXPERTS),
-  "an expert is favoured": Case(BALANCE, SLOW, favours=2.0),
-  "none is favoured": Case(BALANCE, SLOW),
+  "balance at 0.0005": Case(BALANCE, SCORES | {"moe.bias_rate": 0.0005}),
+  "balance at 0.005": Case(BALANCE, SCORES | {"moe.bias_rate": 0.005}),
   "text read ten times": Case(DROPOUT, MANY, batches=40),
   "text read once": Case(DROPOUT, MANY),
   "narrow experts, more text": Case(GROWTH, FEW | {"moe.d_ff": 8, "num_steps": 1200}, grows=True),
@@ -137,11 +134,6 @@ def compare(case: Case, seeds: Sequence[int]) -> list[tuple[float, float]]:
   for seed in seeds:
     of_seed = dataclasses.replace(cfg, seed=seed)
     first = train(init_state(of_seed, program.num, program.optimizer), seed, 0, AT, {})
-    if case.favours:
-      for blocks in first.model.segments:
-        for layer in blocks.layers:
-          bias = layer.mlp.router.bias_E
-          bias[...] = bias[...].at[..., 0].add(case.favours)
     ends = [train(copied(first), seed, AT, cfg.num_steps, asked) for asked in ({}, case.action)]
     goes_on, acts = map(score, ends)
     found.append((goes_on, acts))
