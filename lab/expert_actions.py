@@ -38,8 +38,10 @@ from lab.faults.bench import Bench, Suite
 from lab.faults.keepers import copied
 from lab.runs import markdown
 
-_CASES = flags.DEFINE_string("cases", "*", "Only these cases; a pattern.")
-_SEEDS = flags.DEFINE_list("seeds", list("01234"), "Seeds of data and weights.")
+_CASES = flags.DEFINE_string("cases", "*", "Only these cases; a pattern.", allow_override=True)
+_SEEDS = flags.DEFINE_list(
+  "seeds", list("01234"), "Seeds of data and weights.", allow_override=True
+)
 
 AT = 100  # updates before the first action
 LAYERS = (0, 1)
