@@ -324,7 +324,6 @@ SCENARIOS: dict[str, Scenario] = {
   "lost_gradient": _miscomputed("gradients", "scale", 0.0, math.inf, every=7),
   "lost_updates": _miscomputed("updates", "scale", 0.0, math.inf, of="all"),
   "lost_updates_one": _miscomputed("updates", "scale", 0.0, math.inf),
-  "short_memory": _set("computation", b2=0.3, eps=1e-12),
   "garbage_burst": _bad_rows(garbage, 20),
   "garbage_rows": _bad_rows(garbage, share=0.1),
   "wrong_targets": _bad_rows(wrong_targets, 60),

@@ -150,7 +150,7 @@ class WithAdam(OptimizerConfig):
   """An optimizer by which all or some parameters go by Adam."""
 
   b1: float = setting(0.9, "decay of Adam's first moment", low=0.0, high=1.0)
-  b2: float = setting(0.95, "decay of Adam's second moment", low=0.0, high=1.0)
+  b2: float = setting(0.95, "decay of Adam's second moment, above b1^2", low=0.0, high=1.0)
   eps: float = setting(1e-8, "added to the root of the second moment", low=0.0)
   b1_by_role: Table[float] = setting(
     Table(), "b1 of parameters of a role, e.g. embedding=0.8", low=0.0, high=1.0
@@ -158,9 +158,18 @@ class WithAdam(OptimizerConfig):
   b2_by_role: Table[float] = setting(Table(), "b2 of parameters of a role", low=0.0, high=1.0)
 
   def check(self, cfg: Any) -> None:
-    """Refuse what never takes a gradient in, or divides 0 by 0."""
+    """Refuse what never takes a gradient in, has no bound, or divides 0 by 0."""
     super().check(cfg)
     check_averages(self, "b1", "b2", "b1_by_role", "b2_by_role")
+    for role in ("", *self.b1_by_role, *self.b2_by_role):
+      b1, b2 = self.b1_by_role.get(role, self.b1), self.b2_by_role.get(role, self.b2)
+      if not (b1 * b1 < b2 or b1 == 0.0):  # step.optimizers.adamw.most_ratio has the bound
+        of = f" of parameters of role {role}" if role else ""
+        raise ValueError(
+          f"optimizer.b1={b1} with optimizer.b2={b2}{of}: the second moment fades sooner than the "
+          "square of the first one, so updates have no bound where gradients vanish. Use a b2 "
+          f"above b1^2 = {b1 * b1:.4g}, or a smaller b1."
+        )
     if self.eps == 0.0:
       raise ValueError(
         "optimizer.eps=0 divides 0 by 0 where a gradient is 0, as for tokens not seen yet. "
@@ -175,12 +184,13 @@ class AllByAdam(WithAdam):
   def for_larger_batches(self, by: int) -> dict[str, Any]:
     """The rate times sqrt(by) (Malladi et al. 2022, arXiv:2205.10287); times in tokens stay.
 
-    Those are the half-life of the second moment (Marek et al. 2025, arXiv:2507.07101) and the time
-    scale of the decay, batch / (rate * decay) (Wang & Aitchison 2024, arXiv:2405.13698).
+    Those are the half-life of the second moment (Marek et al. 2025, arXiv:2507.07101), unless b2
+    would fall below b1, and the time scale of the decay, batch / (rate * decay) (Wang & Aitchison
+    2024, arXiv:2405.13698).
     """
     return {
       "learning_rate": math.sqrt(by) * self.learning_rate,
-      "b2": self.b2**by,
+      "b2": max(self.b2**by, min(self.b1, self.b2)),
       "weight_decay": math.sqrt(by) * self.weight_decay,
     }
 

@@ -145,7 +145,7 @@ def check_moments(
     def of_param(m: jax.Array, v: jax.Array, b1: float, b2: float) -> jax.Array:
       most = most_ratio(b1, b2, m.dtype, v.dtype)
       m, v = m.astype(jnp.float32), v.astype(jnp.float32)
-      bound = most * most * v + UNDERFLOW * UNDERFLOW if math.isfinite(most) else jnp.inf
+      bound = most * most * v + UNDERFLOW * UNDERFLOW
       return ~((v >= zero) & (v < jnp.inf) & (m * m <= bound))  # true of NaN too
 
     return jax.tree.map(of_param, state.mu, state.nu, each(b1, state.mu), each(b2, state.mu))
@@ -172,17 +172,16 @@ def raised(m: jax.Array, v: jax.Array, b1: float, b2: float) -> jax.Array:
 
 
 def most_ratio(b1: float, b2: float, mu_dtype: jnp.dtype, nu_dtype: jnp.dtype) -> float:
-  """The largest |m| / sqrt(v) that gradients can lead to; infinite unless b1^2 < b2.
+  """The largest |m| / sqrt(v) that gradients can lead to, of betas that settings may have.
 
   m = (1-b1) sum b1^k g_k and v = (1-b2) sum b2^k g_k^2, so by Cauchy and Schwarz |m| <= (1-b1) /
   sqrt((1-b2) (1 - b1^2/b2)) sqrt(v). Rounding at each step adds a share: of the first moment at
   most its half unit over 1 - b1; of the second, whose growth may be lost below half a unit, that
   over 1 - b2.
   """
-  if not b1 * b1 < b2 < 1.0:
-    return math.inf
   half = lambda dtype: float(jnp.finfo(dtype).eps) / 2.0
-  exact = (1.0 - b1) / math.sqrt((1.0 - b2) * (1.0 - b1 * b1 / b2))
+  memory = b1 * b1 / b2 if b1 else 0.0  # below 1: WithAdam.check
+  exact = (1.0 - b1) / math.sqrt((1.0 - b2) * (1.0 - memory))
   rounding = (1.0 + 2.0 * half(mu_dtype) / (1.0 - b1)) * math.sqrt(
     1.0 + 2.0 * half(nu_dtype) / (1.0 - b2)
   )

@@ -150,7 +150,7 @@ def coded(m: jax.Array, v: jax.Array, most: float, block: int) -> Moments:
   Args:
     m: first moments.
     v: second moments.
-    most: the largest |m| / sqrt(v) that gradients can lead to; infinite if there is none.
+    most: the largest |m| / sqrt(v) that gradients can lead to.
     block: numbers along the last dimension that have one scale.
   """
   first = FirstMoment(block)
@@ -254,7 +254,7 @@ def _check(
         kept = Moments(kept.mu, kept.nu, *scales)
         most *= MERGED / dynamic_map.LEAST_SHARE
       m, v = decoded(kept, settings.block_size)
-      bound = most * most * v + UNDERFLOW * UNDERFLOW if math.isfinite(most) else jnp.inf
+      bound = most * most * v + UNDERFLOW * UNDERFLOW
       return ~((v >= zero) & (v < jnp.inf) & (m * m <= bound))  # true of NaN too
 
     return jax.tree.map(of_param, _most_ratios(settings, state.mu), *state[1:])

@@ -148,6 +148,14 @@ def test_rules_that_join_settings():
     ({"optimizer.b1": 1.0}, "optimizer.b1: a decay of 1 never takes a gradient in"),
     ({"optimizer.eps": 0.0}, "optimizer.eps=0 divides 0 by 0"),
     (
+      {"optimizer.b2": 0.81},
+      "optimizer.b1=0.9 with optimizer.b2=0.81: .* no bound .* Use a b2 above b1.2 = 0.81, or",
+    ),
+    (
+      {"optimizer.name": "muon", "optimizer.b2_by_role": {"head": 0.5}},
+      "optimizer.b2=0.5 of parameters of role head",
+    ),
+    (
       {"log.writers": ("console", "xml")},
       "log.writers='xml' is unknown. Choose one of: console, jsonl",
     ),

@@ -110,6 +110,12 @@ def test_a_batch_grows_with_what_belongs_to_it():
   assert half_life(n, new) == pytest.approx(half_life(o, WSD))
 
 
+def test_a_second_moment_is_not_forgotten_before_the_first():
+  assert with_new_settings(WSD, GrowBatch(8), 40).optimizer.b2 == WSD.optimizer.b1
+  with pytest.raises(ValueError, match=r"optimizer\.b1=0\.9 with optimizer\.b2=0\.8: "):
+    ChangeSettings((("optimizer.b2", 0.8),)).check(WSD)
+
+
 def filled(action, cfg, step):
   """As it is done after `step`."""
   action.check(cfg, step)

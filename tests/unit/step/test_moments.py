@@ -52,5 +52,12 @@ def test_the_bound_is_tight():
   assert ratio > 0.99 * most_ratio(b1, b2, jnp.dtype("float32"), jnp.dtype("float32"))
 
 
-def test_without_a_bound_only_the_sign_and_finiteness_are_known():
-  assert most_ratio(0.95, 0.9, jnp.dtype("float32"), jnp.dtype("float32")) == np.inf
+def test_without_a_bound_updates_grow_where_gradients_vanish():
+  """Why settings may not have b1^2 >= b2; eps is the default."""
+  tx = scale_by_adam(0.9, 0.3, 1e-8, jnp.dtype("float32"), jnp.dtype("float32"))
+  state, update = tx.init(jnp.zeros(())), jax.jit(tx.update)
+  largest = 0.0
+  for gradient in [1.0] * 5 + [0.0] * 40:
+    direction, state = update(jnp.float32(gradient), state)
+    largest = max(largest, float(direction))
+  assert largest > 1e6

@@ -198,7 +198,7 @@ def other(name, setting, field):
   """A legal value of a setting that is not its default."""
   default = getattr(OPTIMIZERS[name](), setting)
   if setting.endswith("_by_role"):
-    return {"matrix": 0.5, "embedding": 0.5}
+    return dict.fromkeys(("matrix", "embedding"), 0.98 if setting.startswith("b2") else 0.5)
   special = {
     "matrix_roles": ("embedding",),
     "factory": "optax.lion",
@@ -207,6 +207,7 @@ def other(name, setting, field):
     "block_size": 8,
     "min_size": 10_000,
     "iterations": 2,
+    "b2": 0.98,
     "eps": 0.5,
     "norm_eps": 0.5,
     "clip_rms": 0.1,
