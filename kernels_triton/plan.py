@@ -87,7 +87,7 @@ def attention(
     soft_cap: of scores, or None.
     has_sinks: whether there are sinks.
     in_parts: whether rows may hold several documents, or a window is set: then a query sees few
-      keys, which small blocks waste less on.
+      keys, which small blocks waste less on, but for heads wider than 192.
   """
   (batch, seq, heads, width), kv_heads = q_shape, k_shape[2]
   parts, value_parts = split(width), split(v_width)
@@ -108,9 +108,11 @@ def attention(
     "soft_cap": float(soft_cap or 0),
   }
   forward = {**constants, "has_sinks": has_sinks}
+  is_wide = width > 192
+  in_parts = in_parts and not is_wide
   tiles = FORWARD_PARTS if in_parts else FORWARD
   query_tiles = QUERY_GRADIENT_PARTS if in_parts else QUERY_GRADIENT
-  key_tiles = KEY_GRADIENT if width <= 192 else KEY_GRADIENT_WIDE
+  key_tiles = KEY_GRADIENT_WIDE if is_wide else KEY_GRADIENT
   queries = lambda blocks: (math.ceil(seq / blocks["block_m"]), batch * heads)
   keys = lambda blocks: (math.ceil(seq / blocks["block_n"]), batch * kv_heads)
   return (

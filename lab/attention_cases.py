@@ -18,11 +18,12 @@ def attention_case(
   kv_heads: int = 8,
   head_dim: int = 128,
   *,
+  max_segments: int = 0,
   window: int | None = None,
   with_sinks: bool = False,
   soft_cap: float | None = None,
 ) -> Case:
-  """Causal attention in rows of equal segments, of which a row may hold `segments`.
+  """Causal attention in rows of equal segments, of which a row may hold `max_segments`; 0 = these.
 
   XLA's holds seq x seq scores. Where they are too many it is left out, and results are checked at
   2048.
@@ -44,7 +45,7 @@ def attention_case(
       k,
       v,
       segment_ids_BT=ids,
-      max_segments=segments + 1,
+      max_segments=max_segments or segments,
       kernels=kernels,
       window=window,
       soft_cap=soft_cap,
@@ -54,9 +55,18 @@ def attention_case(
   large, small = batch * heads * seq**2 > 2**30, None
   if large:
     shape = segments, heads, kv_heads, head_dim
-    small = attention_case(1, 2048, *shape, window=window, with_sinks=with_sinks, soft_cap=soft_cap)
+    small = attention_case(
+      1,
+      2048,
+      *shape,
+      max_segments=max_segments,
+      window=window,
+      with_sinks=with_sinks,
+      soft_cap=soft_cap,
+    )
   gradients = (0, 1, 2, 3) if with_sinks else (0, 1, 2)
-  extras = (f", window {window}" if window else "") + (", sinks" if with_sinks else "")
+  extras = f", up to {max_segments}" if max_segments else ""
+  extras += (f", window {window}" if window else "") + (", sinks" if with_sinks else "")
   extras += f", soft cap {soft_cap:g}" if soft_cap else ""
   return Case(
     "attention",
@@ -80,6 +90,7 @@ def real_cases() -> list[Case]:
     *[attention_case(4, 4096, n) for n in (1, 8, 16, 32)],
     *[attention_case(4, 4096, n, head_dim=64) for n in (1, 8)],
     attention_case(4, 4096, 1, 16, 4, 256),
+    *[attention_case(4, 4096, n, max_segments=64) for n in (1, 8)],
     attention_case(4, 4096, 1, 32, 32),
     *[attention_case(1, 16384, n) for n in (1, 8, 32)],
     attention_case(4, 4096, 8, with_sinks=True),
