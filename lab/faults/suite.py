@@ -24,6 +24,7 @@ SMOKE = ("nan_weight", "nan_gradient", "garbage_burst", "computed_x30_burst", "c
          "script_batch_10")  # fmt: skip
 LONG_FAULTS = ("scaled_matrix", "update_scale", "matmul_shift", "wrong_targets",
                "computed_x30_burst", "clean")  # fmt: skip
+LARGER_FAULTS = ("scaled_matrix", "wrong_targets", "computed_x30_burst", "clean")
 LOUD = tuple(name for name in SCENARIOS if name not in (*SILENT, "matmul_flip"))
 # 26M parameters for one GPU, watched as a run is that leaves the orchestrator's settings alone.
 ON_GPU = (
@@ -39,6 +40,15 @@ ON_GPU = (
   ("orchestrator.snapshot_interval", OrchestratorConfig.snapshot_interval),
   ("precision.compute_dtype", "bfloat16"),
 )
+LARGER = (
+  *ON_GPU,  # below, 365M
+  ("model.num_layers", 24),
+  ("model.d_model", 1024),
+  ("model.num_heads", 16),
+  ("model.num_kv_heads", 16),
+  ("model.d_ff", 3584),
+  ("optimizer.learning_rate", 3e-4),
+)
 SUITES = {
   "smoke": Suite(("clip", "rewind", "ours"), SMOKE, (0,), (("num_steps", 200),)),
   "tune": Suite(tuple(ARMS), LOUD, tuple(TUNING_SEEDS)),
@@ -52,6 +62,9 @@ SUITES = {
   ),
   "long_faults": Suite(
     ("clip", "rewind", "ours"), LONG_FAULTS, (100,), (("num_steps", 5_000), *ON_GPU), splits=True
+  ),
+  "larger_faults": Suite(
+    ("clip", "rewind", "ours"), LARGER_FAULTS, (100,), (("num_steps", 2_000), *LARGER), splits=True
   ),
 }
 # With more than one thread a process, they wait for each other.

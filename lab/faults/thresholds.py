@@ -16,7 +16,7 @@ THRESHOLDS = {
   "other faults: cost over clip, worst": 0.01,
   "all faults: cost over the best baseline of that fault, worst": 0.02,
 }
-# Of `long_clean` and `long_faults`, 26M parameters on a GPU, where equal programs
+# Of `long_clean`, `long_faults` and `larger_faults`, runs on a GPU, where equal programs
 # differ by rounding too.
 AWAY = "clean runs: away from clip, nats, worst"
 THRESHOLDS_ON_GPU = {AWAY: 0.01} | {
