@@ -60,7 +60,11 @@ MODELS = {
   "8b": llama_8b(32, 4096, VOCAB),
   "moe": {"num_layers": 24, "d_model": 2048, "num_heads": 16, "num_kv_heads": 4, "d_ff": 7168},
 }
-EXPERTS = {"num_experts": 8, "top_k": 2, "d_ff": 7168}
+MODELS["mod"] = MODELS["1.5b"]
+SETTINGS = {
+  "moe": {"moe.num_experts": 8, "moe.top_k": 2, "moe.d_ff": 7168},
+  "mod": {"mod.routing": "learned", "mod.capacity": 0.125},
+}
 
 _MODEL = flags.DEFINE_enum("model", "toy", list(MODELS), "Shape of the model.")
 _CASES = flags.DEFINE_list("cases", ["one"], "What is measured.")
@@ -88,8 +92,7 @@ def config(name: str) -> Config:
   model = MODELS[name] | {"vocab_size": vocab}
   changed = {f"model.{name}": value for name, value in model.items()}
   changed |= {"model.num_layers": _LAYERS.value} if _LAYERS.value else {}
-  if name == "moe":
-    changed |= {f"moe.{name}": value for name, value in EXPERTS.items()}
+  changed |= SETTINGS.get(name, {})
   changed |= {"mesh.tensor": _TENSOR.value, "mesh.expert": _EXPERT.value}
   changed |= {"data.tokenizer": "bytes", "precision.param_dtype": "bfloat16"}
   changed |= {"precision.compute_dtype": "bfloat16"}
