@@ -3,9 +3,8 @@ r"""What the orchestrator costs: the time of a step with it and without, in turn
 One state is trained on random rows by two programs of `ats_jax train` in turns: with the
 orchestrator in `--mode`, its looks, its probe and its snapshots, and with `orchestrator.mode=off`.
 Each turn is `--window` steps that end with a wait, so that what runs beside the steps is counted:
-looks and snapshots fall into the turns as their settings say. The first snapshots take longer, most
-likely to get their memory, so `--warm_up` turns of each come first. Prints a table, with how long
-each step takes to compile.
+looks and snapshots fall into the turns as their settings say. The first snapshots take longer, so
+`--warm_up` turns of each come first. Prints a table, with how long each step takes to compile.
 Command: python -m lab.orchestrator_cost --config=configs/dense_1_5b.py [--mode=act] [--window=10] \
   [--turns=20] [--config.step.remat=names]
 """

@@ -38,7 +38,7 @@ _SYSTEM = flags.DEFINE_string(
 )
 
 
-def before(system: str) -> list[Message]:
+def _system_turn(system: str) -> list[Message]:
   """The turn of the system, if it says anything."""
   return [Message("system", system)] if system else []
 
@@ -72,7 +72,9 @@ class Dialogue:
     from ats_jax.data.chat.tokenizer import prompt_of
 
     turns = [*self.turns, Message("user", utf8(text, "the turn"))]
-    request = Request(prompt_of(self.tokenizer, [*before(self.system), *turns]), self.sampling)
+    request = Request(
+      prompt_of(self.tokenizer, [*_system_turn(self.system), *turns]), self.sampling
+    )
     number, answer = self.engine.submit(request), ""
     try:
       for event in self.engine.events():
@@ -147,7 +149,7 @@ def main(argv: list[str]) -> None:
     from ats_jax.inference.load import load_run
 
     # A first turn that is short needs the same programs. A run that knows no turns is refused.
-    turns = [*before(_SYSTEM.value), Message("user", "")]
+    turns = [*_system_turn(_SYSTEM.value), Message("user", "")]
     meanwhile = lambda run: run.compile(turns, **_DRAWING.given())
     run = stack.enter_context(load_run(folder, step, dtype, 1, options, meanwhile))
     sampling = Sampling.of(run.sampling(**_DRAWING.given()), _DRAWING.seed.value)
