@@ -69,10 +69,12 @@ def prompt_of(tokenizer, record):
 
 
 def command(*words):
-  """`ats-jax words`; for a larger model in a process of its own, with all that XLA does."""
+  """`ats-jax words`; for a larger model in a process of its own, as users run it."""
   if not LARGER:
     return called(*words)
-  done = subprocess.run([sys.executable, "-m", "ats_jax", *words], capture_output=True, text=True)
+  env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+  line = [sys.executable, "-m", "ats_jax", *words]
+  done = subprocess.run(line, capture_output=True, text=True, env=env)
   return Result(done.returncode, done.stdout, done.stderr)
 
 

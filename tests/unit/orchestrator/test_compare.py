@@ -24,16 +24,18 @@ from ats_jax.orchestrator.actions import (
   SetLearningRateScale,
   SetWeightDecay,
 )
-from ats_jax.orchestrator.constants import SPAN_LOOKS
+from ats_jax.orchestrator.constants import LEAST_MARGIN, SPAN_LOOKS
 from ats_jax.orchestrator.policy import triggers
 from ats_jax.orchestrator.policy.requests import Requests
 from ats_jax.orchestrator.record import ledger
 from ats_jax.orchestrator.record.narrate import tell
 from ats_jax.orchestrator.record.teller import Teller
+from ats_jax.orchestrator.signals.probe import is_exact
 from ats_jax.orchestrator.trials.snapshots import COPIES, COPIES_OF_COMPARISON, local_bytes
 
 EVERY = 8
-CFG = canonical.config("dense", canonical.SUPERVISED | {"optimizer.warmup_steps": 8})
+SETTINGS = canonical.SUPERVISED | {"optimizer.warmup_steps": 8}
+CFG = canonical.config("dense", SETTINGS)
 SPAN = SPAN_LOOKS * EVERY
 EIGHT_BITS = {
   "precision.fp8": True, "precision.fp8_keep_first": 0, "precision.fp8_keep_last": 0
@@ -87,6 +89,25 @@ def test_what_a_machine_computed_wrongly_is_made_again(program, clean, tmp_path)
   assert f"makes the steps from {row['to']} on again because of the machine" in story
   assert f"compared since step {compared['first']}" in story and "going on: 2." in story
   assert "so a device computed wrongly once" in story
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_gpu_that_computed_wrongly_is_found(tmp_path, deterministic):
+  """By the bits of the same steps, or by their loss where bits may differ."""
+  cfg = canonical.config("dense", SETTINGS | {"precision.deterministic": deterministic})
+  with jax.set_mesh(canonical.mesh()):
+    program = canonical.program(cfg)
+    assert is_exact(program) == deterministic
+    well, run = Run(program), Run(program, tmp_path / "decisions.jsonl")
+    well(FAULT + EVERY * 8)
+    assert not well.end()
+    run(FAULT)
+    run(4, happen=WRONG)
+    run(EVERY * 8 - 4)
+    ((_, decision),) = run.end()
+    assert (decision.action, decision.cause) == (Repeat(), "machine")
+    assert abs(run.probe_loss() - well.probe_loss()) < LEAST_MARGIN
 
 
 @pytest.mark.thorough
