@@ -69,7 +69,8 @@ def grouped_matmul(
     y: [rows, d_out]; 0 behind the groups.
   """
   columns_of_blocks: tl.constexpr = (d_out + block_n - 1) // block_n
-  blocks: tl.constexpr = rows // block_m + groups + 1
+  enough: tl.constexpr = rows // block_m + groups + 1
+  blocks: tl.constexpr = enough if enough < rows else rows  # `plan.num_tiles`
   together: tl.constexpr = ROWS_TOGETHER * columns_of_blocks
   program = tl.program_id(0)
   first = program // together * ROWS_TOGETHER

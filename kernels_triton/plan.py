@@ -66,6 +66,10 @@ QUERY_GRADIENT = _tiles(
 QUERY_GRADIENT_PARTS = _tiles(SIZES, (64, 64, 4, 2), (64, 32, 4, 1), (32, 32, 4, 1))
 MERGE = (Tile({}, num_warps=1, num_stages=1),)
 GROUPED = _tiles("block_m block_n block_k", (128, 256, 64, 8, 3), (128, 128, 32, 8, 3))
+# Of so few rows, as in generation, the time is that of reading weights. Narrow blocks make programs
+# for all multiprocessors, deep ones and many stages keep 64 KiB of each program on their way.
+FEW_ROWS = 64
+GROUPED_FEW = _tiles("block_m block_n block_k", (16, 32, 256, 4, 5))
 GROUPED_WEIGHTS = _tiles("block_m block_n block_k", (128, 256, 32, 8, 4), (128, 128, 32, 8, 3))
 
 
@@ -143,7 +147,8 @@ def grouped_matmul(rows: int, w_shape: Sequence[int], *, transposed: bool, pairs
   def grid(blocks):
     return num_tiles(rows, groups, blocks["block_m"]) * math.ceil(d_out / blocks["block_n"]), 1
 
-  return Launch("grouped_matmul", "grouped_matmul", {**constants, "rows": rows}, GROUPED, grid)
+  tiles = GROUPED if transposed or rows > FEW_ROWS else GROUPED_FEW
+  return Launch("grouped_matmul", "grouped_matmul", {**constants, "rows": rows}, tiles, grid)
 
 
 def grouped_weight_gradient(groups: int, d_in: int, d_out: int) -> Launch:
@@ -157,8 +162,8 @@ def grouped_weight_gradient(groups: int, d_in: int, d_out: int) -> Launch:
 
 
 def num_tiles(rows: int, groups: int, block_m: int) -> int:
-  """Blocks of rows that all groups may need, and the rows behind them."""
-  return rows // block_m + groups + 1
+  """Blocks of rows that all groups may need, and the rows behind them; each has a row at least."""
+  return min(rows, rows // block_m + groups + 1)
 
 
 PAGED = _tiles("block_n", (64, 4, 3), (32, 4, 2), (32, 4, 1))

@@ -123,7 +123,8 @@ def compare(size: str) -> Iterator[list[str]]:
       state, metrics = train_step(state, batch)
       return float(metrics["train/loss"])
 
-    ran = ", ".join(f"{c.op} {c.implementation}" for c in program.choices if c.op in TRITON_OPS)
+    of_triton = [c for c in program.choices if c.op.split(".")[0] in TRITON_OPS]
+    ran = ", ".join(f"{c.op} {c.implementation}" for c in of_triton)
     steps = {f"ats_jax, jax {jax.__version__}: {ran}": jax_step, **steps}
     first = {name: step() for name, step in steps.items()}
     spread = max(first.values()) - min(first.values())

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from ats_jax.ops import registry
 from ats_jax.ops.registry import XLA, Kernels
+from kernels_triton.plan import FEW_ROWS
 
 MAX_TILE_ROWS = 512  # of the XLA implementation
 
@@ -98,7 +99,8 @@ add_by_group.defvjp(_add_forward, _add_backward)
 
 
 def _matmul(x_MD, w_EDF, sizes_E, kernels):
-  kernel = _kernel("forward", x_MD, w_EDF.shape, kernels)
+  slot = "few_rows" if x_MD.shape[0] <= FEW_ROWS else "forward"
+  kernel = _kernel(slot, x_MD, w_EDF.shape, kernels)
   if kernel is not None:
     return kernel(x_MD, w_EDF, sizes_E)
   return _by_tiles("JRD,JDF->JRF", x_MD, w_EDF, sizes_E)

@@ -71,12 +71,18 @@ class Op:
     kernels: the preferred first.
     used_by: what a config must be for its runs to use the op; None = all do.
     generates: it is used by the inference engine, and by no training.
+    first: slot -> the kernel that is preferred to all others there.
   """
 
   slots: tuple[str, ...]
   kernels: tuple[Kernel, ...] = ()
   used_by: Condition | None = None
   generates: bool = False
+  first: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+  def preferred(self, slot: str) -> list[Kernel]:
+    """The kernels in the order in which a slot tries them."""
+    return sorted(self.kernels, key=lambda kernel: kernel.name != self.first.get(slot))
 
   def is_used(self, cfg: Config) -> bool:
     """Whether training runs of a config use it."""
@@ -84,13 +90,16 @@ class Op:
 
 
 FORWARD_BACKWARD = ("forward", "backward")
+OF_GROUPS = ("forward", "few_rows", "input_gradient", "weight_gradient")
 OF_EXPERTS = when("moe.num_experts")
 OF_8_BITS = when("precision.fp8")
 
 
-def op(slots: tuple[str, ...], *kernels: Kernel, used_by: Condition | None = None) -> Op:
-  """An op with the kernels that can run in its slots, the preferred first."""
-  return Op(slots, kernels, used_by)
+def op(
+  slots: tuple[str, ...], *kernels: Kernel, used_by: Condition | None = None, **first: str
+) -> Op:
+  """An op with the kernels that can run in its slots, the preferred first; slot=its own first."""
+  return Op(slots, kernels, used_by, first=first)
 
 
 def cuda_kernel(
@@ -174,15 +183,16 @@ OPS: dict[str, Op] = {
     ),
   ),
   "grouped_matmul": op(
-    ("forward", "input_gradient", "weight_gradient"),
+    OF_GROUPS,
     Kernel(
       "mosaic",
       {
         "forward": mosaic.forward,
+        "few_rows": mosaic.forward,
         "input_gradient": mosaic.input_gradient,
         "weight_gradient": mosaic.weight_gradient,
       },
-      default=("forward", "input_gradient", "weight_gradient"),
+      default=OF_GROUPS,
       why="the fastest measured on Hopper",
       obstacle=requirements.mosaic_grouped_matmul,
       tiles={"block_m": (128, 256), "block_n": (256, 128), "stages": (4, 3), "strip": (16, 8)},
@@ -191,11 +201,13 @@ OPS: dict[str, Op] = {
       "triton",
       {
         "forward": triton_slots.forward,
+        "few_rows": triton_slots.forward,
         "input_gradient": triton_slots.input_gradient,
         "weight_gradient": triton_slots.weight_gradient,
       },
-      default=("forward", "input_gradient", "weight_gradient"),
-      why="0.79 to 0.96 of the speed of mosaic on an H200, 1.3 to 1.6 times that of cuda",
+      default=OF_GROUPS,
+      why="of many rows 0.79 to 0.96 of the speed of mosaic on an H200, 1.3 to 1.6 times that of "
+      "cuda; of few rows it has blocks that read weights at once, for generation",
       obstacle=requirements.triton,
     ),
     cuda_kernel(
@@ -203,6 +215,7 @@ OPS: dict[str, Op] = {
       "mosaic takes 0.51 to 0.71 of its time on an H200, triton 0.61 to 0.76",
       tiles={"block_n": (128, 256)},
       forward=grouped_matmul.grouped_matmul,
+      few_rows=grouped_matmul.grouped_matmul,
       input_gradient=grouped_matmul.grouped_matmul_dx,
       weight_gradient=grouped_matmul.grouped_matmul_dw,
     ),
@@ -210,16 +223,18 @@ OPS: dict[str, Op] = {
       "megablox",
       {
         "forward": megablox.forward,
+        "few_rows": megablox.forward,
         "input_gradient": megablox.input_gradient,
         "weight_gradient": megablox.weight_gradient,
       },
-      default=("forward", "input_gradient", "weight_gradient"),
+      default=OF_GROUPS,
       why="for TPUs, of JAX; 0 to 0.7 GiB of temporary arrays where XLA's version, which copies "
       "weights, has 4.3 to 7.1; compiled for v5e and v6e, and not run",
       obstacle=requirements.megablox,
       platform="tpu",
     ),
     used_by=OF_EXPERTS,
+    few_rows="triton",
   ),
   "swiglu": op(
     FORWARD_BACKWARD,

@@ -116,7 +116,7 @@ def _choose_slot(cfg, device, op, slot, asked) -> Choice:
       raise ValueError(f"{setting}: {obstacle}. Use {instead}, or leave it out.")
     return Choice(op, name, setting)
   chosen, missed, reasons = None, [], []
-  for kernel in OPS[op].kernels:
+  for kernel in OPS[op].preferred(slot):
     if slot not in kernel.where or (device.platform == "gpu" and kernel.platform != "gpu"):
       continue  # a GPU misses nothing that is for others
     if device.platform != "gpu" and (obstacle := kernel.obstacle(cfg, device)):

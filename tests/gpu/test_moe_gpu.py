@@ -38,6 +38,22 @@ def test_grouped_matmul(sizes, scale, width, implementation):
     assert np.abs(got - want).max() <= TOLERANCE * np.abs(want).max()
 
 
+@pytest.mark.parametrize("implementation", ["mosaic", "triton"])
+@pytest.mark.parametrize(("rows", "sizes"), [(2, [0, 1, 0, 1]), (64, [35, 0, 20, 5])], ids=str)
+def test_few_rows(rows, sizes, implementation):
+  keys = jax.random.split(jax.random.key(0))
+  x = jax.random.normal(keys[0], (rows, 1024), jnp.bfloat16)
+  w = jax.random.normal(keys[1], (4, 1024, 448), jnp.bfloat16) / 32
+
+  @functools.partial(jax.jit, static_argnums=0)
+  def product(implementation, x, w):
+    kernels = kernels_of("grouped_matmul", implementation)
+    return grouped_matmul(x, w, jnp.array(sizes), kernels)
+
+  got, want = (np.asarray(product(name, x, w), np.float32) for name in (implementation, "xla"))
+  assert np.abs(got - want).max() <= TOLERANCE * np.abs(want).max()
+
+
 @pytest.mark.parametrize(
   "changes",
   [
@@ -58,10 +74,9 @@ def test_steps_follow_the_reference(changes):
     cfg = tiny_config(shape | sparse | changes | ops | {"optimizer.learning_rate": 1e-3})
     with jax.set_mesh(make_test_mesh(1, 1, 1)):
       program = make_program(cfg)
-      chosen = {c.op: c.implementation for c in program.choices}
-      fast = "ops.strict" in ops
-      assert chosen["attention"] == ("cudnn" if fast else "xla")
-      assert chosen["grouped_matmul"] == ("mosaic" if fast else "xla")
+      kernels, fast = program.num.kernels, "ops.strict" in ops
+      assert kernels.of("attention", "forward") == ("cudnn" if fast else "xla")
+      assert kernels.of("grouped_matmul", "forward") == ("mosaic" if fast else "xla")
       state, found = program.init(), []
       batch = micro_batches(random_rows(cfg, 8), 1)
       for _ in range(10):

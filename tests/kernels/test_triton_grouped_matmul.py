@@ -12,8 +12,9 @@ from kernels_triton.compile import compiled
 pytestmark = pytest.mark.hf
 pytest.importorskip("triton")
 
-ROWS, D_IN, D_OUT = 90, 40, 24
-SIZES = [[17, 0, 32, 1, 30], [90], [0, 0, 0], [16] * 5]
+D_IN, D_OUT = 40, 24
+SIZES = [(90, [17, 0, 32, 1, 30]), (90, [90]), (90, [0, 0, 0]), (90, [16] * 5)]
+SIZES += [(1, [0, 1, 0]), (2, [1, 0, 0, 1]), (2, [0, 0]), (3, [1, 0, 1]), (5, [0, 5])]
 
 
 @pytest.fixture(scope="module")
@@ -33,12 +34,12 @@ def operand(seed, *shape, rows=None):
   return x
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_values_and_gradients(sizes):
+@pytest.mark.parametrize(("rows", "sizes"), SIZES, ids=str)
+def test_values_and_gradients(rows, sizes):
   of = np.array(sizes, np.int32)
-  x, w = operand(0, ROWS, D_IN, rows=of.sum()), operand(1, len(sizes), D_IN, D_OUT)
-  more, dy = operand(2, *w.shape), operand(3, ROWS, D_OUT, rows=of.sum())
-  other = operand(4, ROWS, D_OUT, rows=of.sum())
+  x, w = operand(0, rows, D_IN, rows=of.sum()), operand(1, len(sizes), D_IN, D_OUT)
+  more, dy = operand(2, *w.shape), operand(3, rows, D_OUT, rows=of.sum())
+  other = operand(4, rows, D_OUT, rows=of.sum())
   close = lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
   close(jax.jit(slots.forward)(x, w, of), reference.grouped_matmul(x, w, sizes))
   of_input = lambda dy, w: reference.grouped_matmul(dy, w, sizes, transpose_w=True)
@@ -57,9 +58,11 @@ def test_compiled_for_a_gpu_some_tile_fits(monkeypatch, tmp_path, capability):
   monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
   names = ("x", "w", "x_more", "w_more", "y")
   forward = dict.fromkeys(names, "bf16") | {"starts": "i32"}
-  for pairs, transposed in ((1, False), (2, True)):
-    launch = plan.grouped_matmul(8192, (8, 2048, 1408), transposed=transposed, pairs=pairs)
-    assert compiled(launch, forward).name == "grouped_matmul"
+  for rows, pairs, transposed in ((8192, 1, False), (8192, 2, True), (2, 1, False)):
+    launch = plan.grouped_matmul(rows, (8, 2048, 1408), transposed=transposed, pairs=pairs)
+    made = compiled(launch, forward)
+    assert made.name == "grouped_matmul"
+    assert made.tile.blocks["block_m"] == (16 if rows == 2 else 128)
   of_weights = {"x": "bf16", "dy": "bf16", "starts": "i32", "dw": "bf16"}
   made = compiled(plan.grouped_weight_gradient(8, 2048, 1408), of_weights)
   assert made.name == "weight_gradient"

@@ -24,6 +24,7 @@ from ats_jax.ops.rope import rope, rope_table
 from ats_jax.ops.routing import RoutingRule, route
 from ats_jax.ops.swiglu import swiglu
 from ats_jax.sharding.apply import reshard
+from kernels_triton.plan import FEW_ROWS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -280,7 +281,7 @@ def grouped_matmul_case(
 ) -> Case:
   """The rival is one batched matmul of equal groups: what the hardware can do."""
   flops = 2.0 * rows * d_in * d_out
-  moved = 2 * (rows * (d_in + d_out) + experts * d_in * d_out)
+  moved = 2 * (rows * (d_in + d_out) + min(rows, experts) * d_in * d_out)
   sizes = uneven(rows, experts, kind)
 
   def make(seed):
@@ -297,7 +298,9 @@ def grouped_matmul_case(
     dict(rows=rows, groups=experts, d_in=d_in, d_out=d_out),
     lambda kernels, x, w, sizes: grouped_matmul(x, w, sizes, kernels),
     make,
-    {
+    {"few_rows": Pass(("few_rows",), (), moved, flops)}
+    if rows <= FEW_ROWS
+    else {
       "forward": Pass(("forward",), (), moved, flops),
       "input_gradient": Pass(("input_gradient",), (0,), moved, flops),
       "weight_gradient": Pass(("weight_gradient",), (1,), moved, flops),
@@ -386,6 +389,8 @@ def real_cases() -> list[Case]:
     grouped_matmul_case(65536, 16, 2048, 2816, "one"),
     grouped_matmul_case(65536, 64, 2048, 1024, "empty"),
     grouped_matmul_case(65536, 128, 2048, 768),
+    grouped_matmul_case(2, 8, 2048, 7168),
+    grouped_matmul_case(16, 8, 7168, 2048),
     cross_entropy_case(32768, 2048, 128256),
     cross_entropy_case(32768, 4096, 128256),
     adamw_case(16384, 8192),
@@ -408,6 +413,7 @@ def toy_cases() -> list[Case]:
     take_rows_case(333, 12, 3, 72),
     sum_rows_case(333, 12, 3, 72),
     grouped_matmul_case(299, 12, 64, 192, "empty"),
+    grouped_matmul_case(5, 12, 64, 192, "empty"),
     cross_entropy_case(64, 32, 96, 16),
     cross_entropy_case(21, 8, 16388, 11),
     adamw_case(21, 50),

@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import tiny_config
+from helpers import kernels_of, tiny_config
 
+from ats_jax.ops import requirements
 from ats_jax.ops.grouped_matmul import add_by_group, grouped_matmul, grouped_matmuls
 from ats_jax.ops.registry import FallbackError, Kernels, choose_op
 from ats_jax.ops.requirements import Device
@@ -143,8 +144,7 @@ def test_on_a_tpu(monkeypatch, shape, sizes, dtype):
   for name in ("gmm", "tgmm"):
     interpreted = functools.partial(getattr(of_jax, name), interpret=True)
     monkeypatch.setattr(of_jax, name, interpreted)
-  slots = ("forward", "input_gradient", "weight_gradient")
-  kernels = Kernels(tuple((f"grouped_matmul.{slot}", "megablox") for slot in slots))
+  kernels = kernels_of("grouped_matmul", "megablox")
   x, w, dy = (jnp.asarray(a, dtype) for a in operands(shape, 0, sum(sizes)))
 
   @jax.jit
@@ -174,8 +174,10 @@ def on(**changes):
 
 
 def choose(cfg, *device):
-  """The one choice for all slots."""
-  (choice,) = set(choose_op(cfg, Device(*device), "grouped_matmul").values())
+  """The one choice for all slots but that of few rows."""
+  of_slots = choose_op(cfg, Device(*device), "grouped_matmul")
+  del of_slots["few_rows"]
+  (choice,) = set(of_slots.values())
   return choice
 
 
@@ -188,6 +190,31 @@ def test_the_kernel_is_chosen_on_hopper_and_the_reference_elsewhere():
     choice = choose(on(), platform, capability)
     assert choice.implementation == "xla" and reason in choice.reason
   assert choose(on(ops__kernels={"grouped_matmul": "xla"}), "gpu", "9.0").implementation == "xla"
+
+
+@pytest.mark.parametrize("has_triton", [True, False])
+def test_few_rows_run_triton_where_it_is_installed(monkeypatch, tmp_path, has_triton):
+  monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # no programs are kept there
+  monkeypatch.setattr(requirements.importlib.util, "find_spec", lambda name: has_triton or None)
+  of_slots = choose_op(on(), Device("gpu", "9.0"), "grouped_matmul")
+  names = {slot: choice.implementation for slot, choice in of_slots.items()}
+  few = "triton" if has_triton else "mosaic"
+  assert names == dict.fromkeys(names, "mosaic") | {"few_rows": few}
+  asked = on(ops__kernels={"grouped_matmul": "mosaic"})
+  of_slots = choose_op(asked, Device("gpu", "9.0"), "grouped_matmul")
+  assert {choice.implementation for choice in of_slots.values()} == {"mosaic"}
+
+
+def test_few_rows_have_a_slot_of_their_own():
+  kernels = Kernels((("grouped_matmul.few_rows", "cuda"),))
+  array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+  def runs(rows):
+    run = functools.partial(grouped_matmul, kernels=kernels)
+    sizes = jax.ShapeDtypeStruct((2,), jnp.int32)
+    return "ffi_call" in str(jax.make_jaxpr(run)(array(rows, 64), array(2, 64, 128), sizes))
+
+  assert runs(1) and runs(64) and not runs(65)
 
 
 def test_the_kernel_for_tpus_is_chosen_there():

@@ -116,6 +116,8 @@ def test_the_table_is_consistent():
       assert kernel.why and kernel.name != "xla"
       for where in kernel.where.values():
         assert callable(where)
+    for slot, first in op.first.items():
+      assert slot in op.slots and op.preferred(slot)[0].name == first, (name, slot)
 
 
 def test_docs_name_every_op_and_slot():
