@@ -66,10 +66,12 @@ QUERY_GRADIENT = _tiles(
 QUERY_GRADIENT_PARTS = _tiles(SIZES, (64, 64, 4, 2), (64, 32, 4, 1), (32, 32, 4, 1))
 MERGE = (Tile({}, num_warps=1, num_stages=1),)
 GROUPED = _tiles("block_m block_n block_k", (128, 256, 64, 8, 3), (128, 128, 32, 8, 3))
-# Of so few rows, as in generation, the time is that of reading weights. Narrow blocks make programs
-# for all multiprocessors, deep ones and many stages keep 64 KiB of each program on their way.
+# Of so few rows, as in generation, the time is that of reading weights. Where wide blocks make too
+# few programs for all multiprocessors, narrow ones are faster (docs/lab/records/few_rows.csv).
 FEW_ROWS = 64
-GROUPED_FEW = _tiles("block_m block_n block_k", (16, 32, 256, 4, 5))
+GROUPED_FEW = _tiles("block_m block_n block_k", (16, 64, 128, 4, 4))
+GROUPED_NARROW = _tiles("block_m block_n block_k", (16, 32, 256, 4, 5))
+ENOUGH_PROGRAMS = 128
 GROUPED_WEIGHTS = _tiles("block_m block_n block_k", (128, 256, 32, 8, 4), (128, 128, 32, 8, 3))
 
 
@@ -147,7 +149,10 @@ def grouped_matmul(rows: int, w_shape: Sequence[int], *, transposed: bool, pairs
   def grid(blocks):
     return num_tiles(rows, groups, blocks["block_m"]) * math.ceil(d_out / blocks["block_n"]), 1
 
-  tiles = GROUPED if transposed or rows > FEW_ROWS else GROUPED_FEW
+  tiles = GROUPED
+  if rows <= FEW_ROWS and not transposed:
+    is_wide = grid(GROUPED_FEW[0].blocks)[0] >= ENOUGH_PROGRAMS
+    tiles = GROUPED_FEW if is_wide else GROUPED_NARROW
   return Launch("grouped_matmul", "grouped_matmul", {**constants, "rows": rows}, tiles, grid)
 
 

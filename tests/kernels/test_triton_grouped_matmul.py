@@ -58,11 +58,12 @@ def test_compiled_for_a_gpu_some_tile_fits(monkeypatch, tmp_path, capability):
   monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
   names = ("x", "w", "x_more", "w_more", "y")
   forward = dict.fromkeys(names, "bf16") | {"starts": "i32"}
-  for rows, pairs, transposed in ((8192, 1, False), (8192, 2, True), (2, 1, False)):
+  kinds = [(8192, 1, False, 128), (8192, 2, True, 128), (2, 1, False, 16), (32, 1, False, 16)]
+  for rows, pairs, transposed, height in kinds:
     launch = plan.grouped_matmul(rows, (8, 2048, 1408), transposed=transposed, pairs=pairs)
     made = compiled(launch, forward)
     assert made.name == "grouped_matmul"
-    assert made.tile.blocks["block_m"] == (16 if rows == 2 else 128)
+    assert made.tile.blocks["block_m"] == height
   of_weights = {"x": "bf16", "dy": "bf16", "starts": "i32", "dw": "bf16"}
   made = compiled(plan.grouped_weight_gradient(8, 2048, 1408), of_weights)
   assert made.name == "weight_gradient"
