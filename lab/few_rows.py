@@ -79,8 +79,8 @@ def measure(product: Product, rows: int, weights: list[jax.Array]) -> dict[str, 
   for _ in range(7):
     began = time.perf_counter()
     for _ in range(CALLS):
-      last = run(xs, weights, sizes)
-    jax.block_until_ready(last)
+      ys = run(xs, weights, sizes)
+    jax.block_until_ready(ys)
     times.append((time.perf_counter() - began) / CALLS / len(ys))
   secs = statistics.median(times)
   moved = int((sizes > 0).sum()) * weights[0][0].nbytes
