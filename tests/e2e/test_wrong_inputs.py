@@ -455,18 +455,19 @@ class TestWorkdir:
     assert "checkpoint.keep" not in message  # that one may change
     assert (trained / "config.json").read_text() == before
 
-  def test_whose_data_changed(self, trained, trained_settings, text):
-    tokenizer = (trained / "tokenizer.json").read_text()
+  def test_whose_data_changed(self, trained, trained_settings, text, tmp_path):
+    run = shutil.copytree(trained, tmp_path / "run")
+    tokenizer = (run / "tokenizer.json").read_text()
     more = text / "more.txt"
     more.write_text("quite other words")
     try:
-      train = called("train", *train_flags(trained, *trained_settings))
-      evaluate = called("evaluate", f"--workdir={trained}")
+      train = called("train", *train_flags(run, *trained_settings))
+      evaluate = called("evaluate", f"--workdir={run}")
     finally:
       more.unlink()
     for result in (train, evaluate):
       assert_says(result.error(), "was trained on other data", "text files", "--paths")
-    assert (trained / "tokenizer.json").read_text() == tokenizer
+    assert (run / "tokenizer.json").read_text() == tokenizer
 
   def test_without_a_file_that_it_needs(self, trained, tiny, trained_settings, tmp_path):
     run = shutil.copytree(trained, tmp_path / "run")
