@@ -58,8 +58,8 @@ def sizes_of(rows: int) -> np.ndarray:
 
 
 def normal(seed: int, *shape: int) -> jax.Array:
-  """Random numbers in bfloat16, whose products are about 1."""
-  return (jax.random.normal(jax.random.key(seed), shape) * shape[-2] ** -0.5).astype(jnp.bfloat16)
+  """Random numbers in bfloat16."""
+  return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
 
 
 def error_of(y: jax.Array, x: jax.Array, w: jax.Array, sizes: np.ndarray) -> float:
@@ -72,7 +72,7 @@ def error_of(y: jax.Array, x: jax.Array, w: jax.Array, sizes: np.ndarray) -> flo
 def measure(product: Product, rows: int, weights: list[jax.Array]) -> dict[str, float]:
   """Time a product of rows with each of the weights in turn."""
   sizes = sizes_of(rows)
-  xs = [normal(100 + turn, rows, weights[0].shape[1]) * 8 for turn in range(3)]
+  xs = [normal(100 + turn, rows, weights[0].shape[1]) for turn in range(3)]
   run = jax.jit(lambda xs, ws, sizes: [product(x, w, sizes) for x in xs for w in ws])
   ys = jax.block_until_ready(run(xs, weights, sizes))
   error, times = error_of(ys[0], xs[0], weights[0], sizes), []
@@ -92,7 +92,8 @@ def main(argv: list[str]) -> None:
   """Print a line for each number of rows, matrix, kernel and tile."""
   del argv
   for d_in, d_out in ((_D_MODEL.value, _D_FF.value), (_D_FF.value, _D_MODEL.value)):
-    weights = [normal(seed, EXPERTS, d_in, d_out) for seed in range(SETS)]
+    scale = jnp.bfloat16(d_in**-0.5)  # for products of about 1
+    weights = [scale * normal(seed, EXPERTS, d_in, d_out) for seed in range(SETS)]
     for rows in map(int, _ROWS.value):
       for name in _KERNELS.value:
         kernels = Kernels(tuple((f"grouped_matmul.{s}", name) for s in OPS["grouped_matmul"].slots))

@@ -207,7 +207,8 @@ OPS: dict[str, Op] = {
       },
       default=OF_GROUPS,
       why="of many rows 0.79 to 0.96 of the speed of mosaic on an H200, 1.3 to 1.6 times that of "
-      "cuda; of 2, 8 and 32 rows, as in generation, 1.86, 1.30 and 1.08 times that of mosaic",
+      "cuda; of 2, 8 and 32 rows, as in generation, 1.86, 1.30 and 1.08 times that of mosaic for "
+      "experts of 2,048 x 7,168 (docs/lab/records/few_rows.csv)",
       obstacle=requirements.triton,
     ),
     cuda_kernel(
