@@ -68,7 +68,7 @@ MERGE = (Tile({}, num_warps=1, num_stages=1),)
 GROUPED = _tiles("block_m block_n block_k", (128, 256, 64, 8, 3), (128, 128, 32, 8, 3))
 # Of so few rows, as in generation, the time is that of reading weights. Where wide blocks make too
 # few programs for all multiprocessors, narrow ones are faster (docs/lab/records/few_rows.csv).
-FEW_ROWS = 64
+FEW_ROWS = 128
 GROUPED_FEW = _tiles("block_m block_n block_k", (16, 64, 128, 4, 4))
 GROUPED_NARROW = _tiles("block_m block_n block_k", (16, 32, 256, 4, 5))
 ENOUGH_PROGRAMS = 128

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from ats_jax.ops import registry
 from ats_jax.ops.registry import XLA, Kernels
+from kernels_triton.plan import FEW_ROWS
 
 
 class Places(NamedTuple):
@@ -125,7 +126,7 @@ def slot_window(places: Places, num_bins: int, start: int | jax.Array, rows: int
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def take_rows(x_ND: jax.Array, places: Places, kernels: Kernels = XLA) -> jax.Array:
   """`out[m] = x[source[m]]`, zero in empty slots: [N, D] -> [M, D]."""
-  kernel = _kernel("take_rows", "forward", kernels, places.slot_NK, width=x_ND.shape[1])
+  kernel = _kernel("take_rows", _forward_slot(places), kernels, places.slot_NK, width=x_ND.shape[1])
   if kernel is not None:
     return kernel(x_ND, places.source_M)
   return _gather_or_zero(x_ND, places.source_M)
@@ -160,7 +161,7 @@ def sum_rows(
   Returns:
     [tokens, d_model] in the dtype of `y_MD`, summed in float32.
   """
-  kernel = _kernel("sum_rows", "forward", kernels, places.slot_NK, width=y_MD.shape[1])
+  kernel = _kernel("sum_rows", _forward_slot(places), kernels, places.slot_NK, width=y_MD.shape[1])
   if kernel is not None:
     return kernel(y_MD, weight_NK, places.slot_NK)
   rows_NKD = _gather_or_zero(y_MD, places.slot_NK)
@@ -185,6 +186,10 @@ def _sum_backward(kernels, residuals, dout_ND):
 
 
 sum_rows.defvjp(_sum_forward, _sum_backward)
+
+
+def _forward_slot(places):
+  return "few_rows" if places.slot_NK.size <= FEW_ROWS else "forward"
 
 
 def _kernel(op, slot, kernels, a_NK, **widths):

@@ -90,6 +90,8 @@ class Op:
 
 
 FORWARD_BACKWARD = ("forward", "backward")
+# Of few rows, as in generation, XLA's join with what is around them.
+OF_ROWS = ("forward", "few_rows", "backward")
 OF_GROUPS = ("forward", "few_rows", "input_gradient", "weight_gradient")
 OF_EXPERTS = when("moe.num_experts")
 OF_8_BITS = when("precision.fp8")
@@ -297,7 +299,7 @@ OPS: dict[str, Op] = {
     used_by=OF_EXPERTS,
   ),
   "take_rows": op(
-    FORWARD_BACKWARD,
+    OF_ROWS,
     cuda_kernel(
       requirements.cuda_rows,
       "forward 1.36 to 1.48, backward 0.97 to 1.16 of XLA's speed on an H200",
@@ -308,7 +310,7 @@ OPS: dict[str, Op] = {
     used_by=OF_EXPERTS,
   ),
   "sum_rows": op(
-    FORWARD_BACKWARD,
+    OF_ROWS,
     cuda_kernel(
       requirements.cuda_rows,
       "0.96 to 1.12 of XLA's speed on an H200",

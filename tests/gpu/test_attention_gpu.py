@@ -170,6 +170,7 @@ def test_the_train_step_contains_cudnn():
   config = base_config()
   config.model.vocab_size = 512
   config.data.seq_len = 256
+  config.data.max_segments = 1  # of many short documents Triton's is the default
   cfg = resolve(from_config_dict(config), 300)
   with jax.set_mesh(make_mesh(cfg, jax.devices()[:1])):
     program = make_program(cfg)

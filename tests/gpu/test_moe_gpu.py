@@ -39,7 +39,7 @@ def test_grouped_matmul(sizes, scale, width, implementation):
 
 
 @pytest.mark.parametrize("implementation", ["mosaic", "triton"])
-@pytest.mark.parametrize(("rows", "sizes"), [(2, [0, 1, 0, 1]), (64, [35, 0, 20, 5])], ids=str)
+@pytest.mark.parametrize(("rows", "sizes"), [(2, [0, 1, 0, 1]), (128, [70, 0, 40, 10])], ids=str)
 def test_few_rows(rows, sizes, implementation):
   keys = jax.random.split(jax.random.key(0))
   x = jax.random.normal(keys[0], (rows, 1024), jnp.bfloat16)
@@ -75,7 +75,7 @@ def test_steps_follow_the_reference(changes):
     with jax.set_mesh(make_test_mesh(1, 1, 1)):
       program = make_program(cfg)
       kernels, fast = program.num.kernels, "ops.strict" in ops
-      assert kernels.of("attention", "forward") == ("cudnn" if fast else "xla")
+      assert (kernels.of("attention", "forward") != "xla") == fast
       assert kernels.of("grouped_matmul", "forward") == ("mosaic" if fast else "xla")
       state, found = program.init(), []
       batch = micro_batches(random_rows(cfg, 8), 1)

@@ -15,6 +15,7 @@ from ats_jax.ops import requirements
 from ats_jax.ops.grouped_matmul import add_by_group, grouped_matmul, grouped_matmuls
 from ats_jax.ops.registry import FallbackError, Kernels, choose_op
 from ats_jax.ops.requirements import Device
+from kernels_triton.plan import FEW_ROWS
 
 # Rows, groups, widths; each compiles anew. Tiles have 8 rows, but 512 in the last.
 SHAPES = [(65, 4, 3, 6), (4099, 1, 1, 2)]
@@ -214,7 +215,7 @@ def test_few_rows_have_a_slot_of_their_own():
     sizes = jax.ShapeDtypeStruct((2,), jnp.int32)
     return "ffi_call" in str(jax.make_jaxpr(run)(array(rows, 64), array(2, 64, 128), sizes))
 
-  assert runs(1) and runs(64) and not runs(65)
+  assert runs(1) and runs(FEW_ROWS) and not runs(FEW_ROWS + 1)
 
 
 def test_the_kernel_for_tpus_is_chosen_there():

@@ -25,6 +25,7 @@ from ats_jax.ops.swiglu import swiglu
 from ats_jax.sharding.apply import reshard
 from ats_jax.step import program
 from ats_jax.verbs.bench.cases import toy_cases
+from kernels_triton.plan import FEW_ROWS
 
 pytestmark = pytest.mark.compat
 
@@ -82,6 +83,7 @@ def sort_kernel(expert_NK, *, num_experts):
 
 
 def take_kernel(x, source):
+  SEEN.append(("rows", source.shape, 0))
   return jnp.concatenate([x, jnp.zeros_like(x[:1])])[source]
 
 
@@ -301,24 +303,31 @@ def test_plugged_kernels_agree_with_xla(monkeypatch, op, only):
     assert SEEN and all(shape == (2, 4, 8) for _, shape, _ in SEEN)  # of one device
 
 
-def test_dispatch_kernels(monkeypatch):
-  expert = jnp.asarray(np.random.default_rng(0).integers(0, 5, (12, 2)), jnp.int32)  # 4 = nowhere
-  x = jnp.asarray(np.random.default_rng(1).normal(size=(12, 6)), jnp.float32)
-  weight = np.random.default_rng(2).random((12, 2)).astype(np.float32)
+@pytest.mark.parametrize("tokens", [FEW_ROWS // 2, FEW_ROWS // 2 + 1])
+def test_dispatch_kernels(monkeypatch, tokens):
+  """Few rows are taken and added up by XLA's version, which joins with what is around it."""
+  shape = tokens, 2
+  expert = jnp.asarray(np.random.default_rng(0).integers(0, 5, shape), jnp.int32)  # 4 = nowhere
+  x = jnp.asarray(np.random.default_rng(1).normal(size=(tokens, 6)), jnp.float32)
+  weight = np.random.default_rng(2).random(shape).astype(np.float32)
   slots = Kernels(
     plug(monkeypatch, "sort_by_expert", forward="sort_kernel").names
     + plug(monkeypatch, "take_rows", forward="take_kernel", backward="take_back_kernel").names
     + plug(monkeypatch, "sum_rows", forward="sum_kernel", backward="sum_back_kernel").names
   )
 
-  @functools.partial(jax.jit, static_argnums=0)
-  def run(slots, expert, x, weight):
-    def f(x, weight):
-      places, sizes = sort_by_expert(expert, 4, slots)
-      return sum_rows(jnp.sin(take_rows(x, places, slots)), weight, places, slots), sizes
+  def forward(slots, expert, x, weight):
+    places, sizes = sort_by_expert(expert, 4, slots)
+    return sum_rows(jnp.sin(take_rows(x, places, slots)), weight, places, slots), sizes
 
-    y, pull, sizes = jax.vjp(f, x, weight, has_aux=True)
+  @functools.partial(jax.jit, static_argnums=0)
+  def run(slots, expert, *args):
+    y, pull, sizes = jax.vjp(functools.partial(forward, slots, expert), *args, has_aux=True)
     return y, sizes, *pull(jnp.cos(y))
+
+  SEEN.clear()
+  jax.eval_shape(functools.partial(forward, slots), expert, x, weight)
+  assert len(SEEN) == (2 if expert.size > FEW_ROWS else 0)
 
   for a, b in zip(*(run(given, expert, x, weight) for given in (slots, XLA)), strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
