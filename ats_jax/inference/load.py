@@ -83,10 +83,14 @@ class TrainedRun:
   def sampling(self, **given: Any) -> SampleConfig:
     """How the run samples (`sample.*` of its config), with what is given in its place.
 
+    The tokens of a run that draws no sample at its end are those of the default.
+
     Raises:
       ValueError: for what no setting allows.
     """
     values = {f"sample.{name}": value for name, value in given.items()}
+    if not self.program.cfg.sample.max_tokens:
+      values = {"sample.max_tokens": SampleConfig().max_tokens} | values
     return with_settings(self.program.cfg, values).sample
 
   def generate(self, seed: int, **given: Any) -> Iterator[str]:

@@ -15,6 +15,7 @@ from xla_flags import QUICK
 from ats_jax.checkpoint import CheckpointError, integrity, workdir
 from ats_jax.cluster import runtime
 from ats_jax.config import base_config, from_config_dict
+from ats_jax.config.schema import SampleConfig
 from ats_jax.config.tree import edited
 from ats_jax.inference import load
 from ats_jax.inference.begin import begun
@@ -136,6 +137,13 @@ def test_a_run_is_loaded_without_the_file_that_its_tokenizer_came_from(trained, 
 def base():
   """A config whose caches are where those of the user are."""
   return from_config_dict(base_config())
+
+
+def test_a_run_without_a_sample_of_its_own_generates_as_by_default(trained):
+  with load_run(trained, devices=1) as run:
+    assert run.program.cfg.sample.max_tokens == 0
+    assert run.sampling().max_tokens == SampleConfig().max_tokens
+    assert run.sampling(max_tokens=9).max_tokens == 9
 
 
 def test_engines_of_a_run_do_not_share_what_they_keep(trained):
