@@ -179,7 +179,7 @@ def test_training_with_all_of_them_follows_xla(on_host):
     "model.qk_norm": True,
     "model.head_dim": 16,
     "precision.compute_dtype": "bfloat16",
-    "data.seq_len": 8,
+    "data.seq_len": 24,  # of few rows not all of them run
   }
   found = {}
   with jax.set_mesh(make_test_mesh(1, 1, 1, expert=2)):
