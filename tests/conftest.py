@@ -3,6 +3,7 @@
 import gc
 import os
 import shutil
+import signal
 import tempfile
 from pathlib import Path
 
@@ -20,6 +21,10 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 if _OWN_CACHE:
   os.environ["ATS_TEST_CACHE"] = tempfile.mkdtemp(prefix="ats_jax_tests_")
 os.environ["XDG_CACHE_HOME"] = os.environ["ATS_TEST_CACHE"]
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+  # As a script has it behind "&"; what tests start and interrupt would inherit that.
+  signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import bucket as bucket_module  # noqa: E402
 import hypothesis  # noqa: E402
