@@ -188,7 +188,7 @@ def report(folder: paths.Path) -> None:
   file = folder / "samples" / ANSWERS
   asked = [Question(**values) for values in paths.parse_json(paths.read(file))]
   with load_run(folder, step) as run:
-    made, rules, sampling = run.step, run.program.rules(run.step), run.sampling()
+    made, rules, sampling = run.step, run.program.rules(run.step), run.program.cfg.sample
     asked = answer(run.model, run.tokenizer, sampling, rules, asked, "after")
     has_adapters = run.program.cfg.finetune.adapter.name != "none"
   workdir.write_json(file, [dataclasses.asdict(question) for question in asked])
