@@ -68,6 +68,8 @@ MERGE = (Tile({}, num_warps=1, num_stages=1),)
 GROUPED = _tiles("block_m block_n block_k", (128, 256, 64, 8, 3), (128, 128, 32, 8, 3))
 # Of so few rows, as in generation, the time is that of reading weights. Where wide blocks make too
 # few programs for all multiprocessors, narrow ones are faster (docs/lab/records/few_rows.csv).
+# The limit is that of all slots `few_rows`: with 128 in place of 64, 64 streams of 9.23B were 1.09
+# times as fast on an H200 (docs/lab/records/decode.csv).
 FEW_ROWS = 128
 GROUPED_FEW = _tiles("block_m block_n block_k", (16, 64, 128, 4, 4))
 GROUPED_NARROW = _tiles("block_m block_n block_k", (16, 32, 256, 4, 5))

@@ -91,6 +91,8 @@ def measure(product: Product, rows: int, weights: list[jax.Array]) -> dict[str, 
 def main(argv: list[str]) -> None:
   """Print a line for each number of rows, matrix, kernel and tile."""
   del argv
+  if max(map(int, _ROWS.value)) > plan.FEW_ROWS:  # these have other tiles
+    raise app.UsageError(f"--rows: at most {plan.FEW_ROWS} are few")
   for d_in, d_out in ((_D_MODEL.value, _D_FF.value), (_D_FF.value, _D_MODEL.value)):
     scale = jnp.bfloat16(d_in**-0.5)  # for products of about 1
     weights = [scale * normal(seed, EXPERTS, d_in, d_out) for seed in range(SETS)]

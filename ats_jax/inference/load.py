@@ -83,7 +83,8 @@ class TrainedRun:
   def sampling(self, **given: Any) -> SampleConfig:
     """How the run samples (`sample.*` of its config), with what is given in its place.
 
-    The tokens of a run that draws no sample at its end are those of the default.
+    A run with `max_tokens` of 0 draws no sample at its end. What is asked of it later is as long as
+    by default.
 
     Raises:
       ValueError: for what no setting allows.
@@ -186,8 +187,7 @@ class TrainedRun:
 
   def _context(self, asked: int) -> int:
     """Tokens of a prompt and its answer that an engine has room for."""
-    cfg = self.program.cfg
-    return max(asked, cfg.data.seq_len + cfg.sample.max_tokens)
+    return max(asked, self.program.cfg.data.seq_len + self.sampling().max_tokens)
 
   @property
   def _for_engine(self) -> bool:
