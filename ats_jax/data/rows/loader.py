@@ -45,8 +45,9 @@ class Batches:
         when it is asked for.
     """
     self._place = place if num_workers else None
-    if place and not num_workers:
-      data = data.map(place)
+    readers: set[threading.Thread] = set()
+    if not num_workers:
+      data = grain.MapDataset.source(_NotesThreads(data.map(place) if place else data, readers))
     # An element is a whole batch, made from its number alone. So no worker holds a remainder that
     # could be lost when shares end unevenly, and there is no state to save.
     threads = 0 if num_workers else 1
@@ -65,7 +66,7 @@ class Batches:
     with _signals_blocked():
       self._first: futures.Future | None = executor.submit(next, batches, None)
     self._open = [batches]  # the only reference, which closing drops: Grain fails if it outlives us
-    self._finalizer = weakref.finalize(self, _close, self._open, executor)
+    self._finalizer = weakref.finalize(self, _close, self._open, executor, readers)
 
   def __iter__(self) -> "Batches":
     return self
@@ -97,9 +98,28 @@ class Batches:
     self.close()
 
 
-def _close(batches: list[grain.DatasetIterator], executor: futures.Executor) -> None:
+class _NotesThreads:
+  """The batches by number, and the threads that have read some."""
+
+  def __init__(self, data: grain.MapDataset, readers: set[threading.Thread]):
+    self._data, self._readers = data, readers
+
+  def __len__(self) -> int:
+    return len(self._data)
+
+  def __getitem__(self, index: int) -> Any:
+    self._readers.add(threading.current_thread())
+    return self._data[index]
+
+
+def _close(
+  batches: list[grain.DatasetIterator], executor: futures.Executor, readers: set[threading.Thread]
+) -> None:
   executor.shutdown(wait=True)
   batches.pop().close()
+  for reader in readers:  # Grain tells its thread to end, and does not wait for it
+    if reader is not threading.current_thread():  # which may be the one that collects us
+      reader.join()
 
 
 @contextlib.contextmanager

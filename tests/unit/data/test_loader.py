@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 
 import grain
@@ -46,6 +47,25 @@ def test_closed_is_closed_and_an_error_in_the_source_reaches_the_reader():
     next(batches), next(batches)
     with pytest.raises(ValueError, match="row 2 is bad"):
       next(batches)
+
+
+def test_closing_waits_for_the_thread_that_reads():
+  """What it reads from may be closed next."""
+  begun, go_on, readers = threading.Event(), threading.Event(), []
+
+  def read(k):
+    if k == 1:
+      begun.set()
+      go_on.wait()
+    readers.append(threading.current_thread())
+    return {"k": np.array(k)}
+
+  batches = Batches(grain.MapDataset.range(9).map(read), num_workers=0, prefetch=3)
+  next(batches)
+  begun.wait()
+  threading.Timer(0.2, go_on.set).start()
+  batches.close()
+  assert len(readers) == 2 and not readers[1].is_alive()
 
 
 def test_prefetch_is_bounded():
@@ -129,6 +149,7 @@ def test_signals_to_the_group_and_death_of_the_parent(tmp_path):
       if psutil.pid_exists(pid):
         os.kill(pid, signal.SIGKILL)
     main.wait()
+    main.stdout.close()
 
 
 @pytest.mark.thorough
