@@ -46,6 +46,13 @@ _ROWS = flags.DEFINE_list("rows", ["2", "8", "32"], "Rows of a product, two for 
 _KERNELS = flags.DEFINE_list("kernels", ["mosaic", "triton"], "Or xla.")
 _D_MODEL = flags.DEFINE_integer("d_model", 2048, "Width of the model.", lower_bound=1)
 _D_FF = flags.DEFINE_integer("d_ff", 7168, "Width of an expert.", lower_bound=1)
+# More rows than these are multiplied with other tiles.
+_MEASURED = range(2, plan.FEW_ROWS + 1, 2)
+flags.register_validator(
+  _ROWS,
+  lambda rows: all(n.isdecimal() and int(n) in _MEASURED for n in rows),
+  f"expected even numbers from 2 to {plan.FEW_ROWS}",
+)
 
 Product = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
@@ -91,8 +98,6 @@ def measure(product: Product, rows: int, weights: list[jax.Array]) -> dict[str, 
 def main(argv: list[str]) -> None:
   """Print a line for each number of rows, matrix, kernel and tile."""
   del argv
-  if max(map(int, _ROWS.value)) > plan.FEW_ROWS:  # these have other tiles
-    raise app.UsageError(f"--rows: at most {plan.FEW_ROWS} are few")
   for d_in, d_out in ((_D_MODEL.value, _D_FF.value), (_D_FF.value, _D_MODEL.value)):
     scale = jnp.bfloat16(d_in**-0.5)  # for products of about 1
     weights = [scale * normal(seed, EXPERTS, d_in, d_out) for seed in range(SETS)]
